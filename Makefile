@@ -15,7 +15,8 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v p
 BIN := .venv/bin
 SETUP := .venv/.headway-set-up
 TRANSFORMERS4 := .transformers4
-SOURCES := src tests tools benchmarks examples
+PLUGIN := plugins/headway-bagel
+SOURCES := src plugins tests tools benchmarks examples conftest.py
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(3 * os.cpu_count() // 2)') # processes of tests wait for each other
 
 .PHONY: demo check test test-long test-oldest test-browser docs sweep gpu-report format lint types fast-tests
@@ -65,9 +66,9 @@ OLDEST_CORE := \
 	$(addprefix tests/models/test_,blocks.py compiling.py experts.py head.py kernels.py load.py lora.py \
 		products.py recompute.py router.py) tests/models/attention/test_backend.py \
 	$(addprefix tests/models/attention/test_,segments.py splits.py varlen.py) tests/models/parallel/test_experts.py \
-	tests/families/bagel/test_model.py tests/families/bagel/test_checkpoint.py \
+	$(addprefix $(PLUGIN)/tests/test_,model.py checkpoint.py drawing.py) \
 	tests/config/test_read.py tests/checkpoint/test_checkpoint.py tests/models/test_precision.py tests/predict/test_speed.py \
-	$(addprefix tests/train/test_,drawing.py loop.py recompute.py record.py) \
+	$(addprefix tests/train/test_,loop.py recompute.py record.py) \
 	tests/explain/findings $(addprefix tests/explain/test_,attribution.py comparison.py events.py explanation.py logs.py \
 		measurement.py owners.py products.py ranks.py records.py stated_work.py text.py trace.py waterfall.py) tests/packing \
 	$(addprefix tests/predict/test_,blocks.py collectives.py communication.py exchanges.py failures.py memory.py moments.py \
@@ -84,7 +85,7 @@ test-oldest: $(OLDEST)/.set-up
 $(OLDEST)/.set-up: pyproject.toml constraints-oldest.txt
 	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/pip install --quiet --no-deps --requirement constraints-oldest.txt
-	$(OLDEST)/bin/pip install --quiet --no-deps --editable .
+	$(OLDEST)/bin/pip install --quiet --no-deps --editable . --editable $(PLUGIN)
 	touch $@
 
 # Neither torch nor transformers: the reference is read from the source.
@@ -94,7 +95,7 @@ docs: $(DOCS)/.set-up
 
 $(DOCS)/.set-up: pyproject.toml constraints.txt
 	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
-	$(DOCS)/bin/pip install --quiet -c constraints.txt --editable '.[docs]' || \
+	$(DOCS)/bin/pip install --quiet -c constraints.txt --editable '.[docs]' && $(DOCS)/bin/pip install --quiet --no-deps --editable $(PLUGIN) || \
 		{ echo "The site's generator could not be installed in $(DOCS); pip says why above. It needs a network, or pip's cache." >&2; exit 1; }
 	touch $@
 
@@ -113,10 +114,10 @@ format: $(SETUP)
 	$(BIN)/ruff format $(SOURCES)
 
 # torch first and by its pinned version: pip then takes the build that this machine's own settings prefer (CPU or CUDA).
-$(SETUP): pyproject.toml constraints.txt
+$(SETUP): pyproject.toml $(PLUGIN)/pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Headway needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version). Set PYTHON=/path/to/python3.11" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet -c constraints.txt "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/pip install --quiet -c constraints.txt --editable '.[train,demo,dev]'
+	$(BIN)/pip install --quiet -c constraints.txt --editable '.[train,demo,dev]' --editable $(PLUGIN)
 	touch $@

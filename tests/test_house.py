@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from headway.plugins import families
 from tools.house import circles, duplicated_classes, importers, longest_chain, opaque_names, read_package, room_arrows
 
 ROOT = Path(__file__).parents[1]
@@ -24,7 +23,6 @@ CORE += [
     "predict",
     "answer",
     "train",
-    "families",
     "objectives",
 ]
 EDGES = ["integrations", "compat", "audit"]
@@ -37,12 +35,20 @@ def files():
 
 
 @pytest.fixture(scope="module")
+def all_files(files):
+    """The files of the core and of the distributions in plugins/."""
+    packages = [path for path in (ROOT / "plugins").glob("*/src/*") if (path / "__init__.py").is_file()]
+    assert packages
+    return files | {name: file for package in packages for name, file in read_package(package).items()}
+
+
+@pytest.fixture(scope="module")
 def arrows(files):
     return room_arrows(files)
 
 
-def test_no_files_import_each_other_in_a_circle(files):
-    assert circles({file.name: file.imports for file in files.values()}) == []
+def test_no_files_import_each_other_in_a_circle(all_files):
+    assert circles({file.name: file.imports for file in all_files.values()}) == []
 
 
 def test_a_circle_is_found_where_there_is_one():
@@ -134,9 +140,9 @@ OPAQUE_ON_PURPOSE = {
 }
 
 
-def test_names_say_what_they_hold(files):
+def test_names_say_what_they_hold(all_files):
     rooms = Counter()
-    for file in files.values():
+    for file in all_files.values():
         allowed = OPAQUE_ON_PURPOSE.get(file.name.partition(".")[2], 0)
         rooms[file.room] += max(0, len(opaque_names(file.tree)) - allowed)
     assert {room: count for room, count in rooms.items() if count} == {}
@@ -225,22 +231,22 @@ def rewritten_errors(tree):
                     yield node.lineno
 
 
-def test_the_text_of_an_error_is_not_taken_apart(files):
+def test_the_text_of_an_error_is_not_taken_apart(all_files):
     old = "def f():\n try: g()\n except E as e:\n  raise F(str(e).removeprefix('x')) from e"
     older = "def f(error):\n text = str(error)\n return text.replace('x', 'y')"
     assert [[*rewritten_errors(ast.parse(code))] for code in (old, older)] == [[4], [3]]
-    assert {file.name: lines for file in files.values() if (lines := [*rewritten_errors(file.tree)])} == {}
+    assert {file.name: lines for file in all_files.values() if (lines := [*rewritten_errors(file.tree)])} == {}
 
 
-def test_a_result_becomes_a_dictionary_by_one_verb(files):
+def test_a_result_becomes_a_dictionary_by_one_verb(all_files):
     others = {"as_dict", "as_json", "as_record", "to_json", "to_record"}
-    functions = ((file.name, node) for file in files.values() for node in ast.walk(file.tree))
+    functions = ((file.name, node) for file in all_files.values() for node in ast.walk(file.tree))
     names = [(file, node.name) for file, node in functions if isinstance(node, ast.FunctionDef) and node.name in others]
     assert names == []
 
 
-def test_no_file_is_longer_than_five_hundred_lines(files):
-    assert {file.name: file.lines for file in files.values() if file.lines > 500} == {}
+def test_no_file_is_longer_than_five_hundred_lines(all_files):
+    assert {file.name: file.lines for file in all_files.values() if file.lines > 500} == {}
 
 
 def test_tests_lie_in_the_rooms_of_what_they_test():
@@ -322,24 +328,35 @@ def test_the_tracer_knows_no_model_by_name_outside_inputs_and_families(files):
     assert {f.name: found for f in engine if (found := model_types_in(f.text, model_types))} == {}
 
 
-# Rooms that name models because others do: tools' own lists and bills, and the cost models that ship.
-NAMES_MODELS = ("headway.conventions.", "headway.count.models")
+# What a distribution in plugins/ brings is known there alone: words of its models, settings, records and attributes.
+WORDS_OF_PLUGINS = re.compile(
+    r"bagel|vit_model|flow_weight|timestep_shift|drop_reference|DrawingConfig|LossOfDrawing|getattr\([^)]*, \"draws\""
+    r"|models? that draws?|draws (no )?images|import-model",
+    flags=re.IGNORECASE,
+)
 
 
-@pytest.mark.parametrize("family", families(), ids=lambda family: family.package)
-def test_a_family_is_known_by_name_in_its_own_package_alone(family, files):
-    """By no import, name or text of the code; comments and docstrings may name a source."""
-    own = [file for file in files.values() if file.name.startswith(family.package)]
-    others = [file for file in files.values() if file not in own and not file.name.startswith(NAMES_MODELS)]
-    assert own
-    for file in others:
-        assert not {name for name in file.imports if name.startswith(family.package)}, file.name
-        blocks = [node for node in ast.walk(file.tree) if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)]
-        docstrings = {id(node.body[0].value) for node in blocks if node.body and isinstance(node.body[0], ast.Expr)}
-        nodes = [node for node in ast.walk(file.tree) if id(node) not in docstrings]
-        words = [getattr(node, place, None) for node in nodes for place in ("value", "id", "attr", "name", "arg")]
-        text = " ".join(word for word in words if isinstance(word, str)).lower()
-        assert not [name for name in family.model_types if name in text], file.name
+def test_a_word_of_a_plugin_is_found():
+    assert WORDS_OF_PLUGINS.search('if getattr(hf_model, "draws", False): # Bagel')
+    assert not WORDS_OF_PLUGINS.search("a line is drawn; samples are drawn at random; draws of a stage")
+
+
+def test_the_core_knows_no_word_of_a_plugin():
+    """In no code, text, comment or file of data."""
+    files = [path for path in (ROOT / "src" / "headway").rglob("*") if path.is_file() and path.suffix != ".pyc"]
+    assert len(files) > 400
+    known = {
+        path.relative_to(ROOT).as_posix(): match[0]
+        for path in files
+        if (match := WORDS_OF_PLUGINS.search(path.read_text(encoding="utf-8")))
+    }
+    assert known == {}
+
+
+def test_a_plugin_imports_the_core_and_no_other_way_round(files):
+    names = {path.name for path in (ROOT / "plugins").glob("*/src/*") if path.is_dir()}
+    assert names
+    assert {file.name for file in files.values() for name in names if re.search(rf"\b{name}\b", file.text)} == set()
 
 
 @pytest.mark.parametrize("module", ["headway", "headway.integrations", "headway.compat.mfu_tracker"])

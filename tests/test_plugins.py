@@ -161,10 +161,40 @@ def test_a_broken_distribution_is_named_and_the_models_of_others_go_on(tmp_path)
 @pytest.mark.parametrize("family", families(), ids=lambda family: family.package)
 def test_every_hook_of_a_family_is_there(family):
     for name in family.hooks:
-        assert callable(family.hook(name))
+        assert family.hook(name) is not None
     assert family in families_with(next(iter(family.hooks)))
 
 
 def test_what_belongs_to_no_family_has_no_hook():
     assert family_hook(None, "encoder") is None
     assert family_hook(type("Config", (), {"model_type": "qwen3"})(), "encoder") is None
+
+
+WITHOUT = """
+import json, sys
+from importlib import metadata
+
+found = metadata.entry_points
+metadata.entry_points = lambda **given: () if given.get("group") == "headway.families" else found(**given)
+from headway.count.models import load_cost_model
+from headway.errors import UnknownModelError
+from headway.models.load import load_config
+from pathlib import Path
+
+Path("config.json").write_text(json.dumps({"model_type": "bagel"}))
+for ask, name in ((load_cost_model, "bagel-7b-mot"), (load_config, "config.json")):
+    try:
+        ask(name)
+    except UnknownModelError as error:
+        print(error)
+print([name for name in sys.modules if "bagel" in name])
+"""
+
+
+@pytest.mark.slow
+def test_without_the_plugin_a_model_of_its_family_is_refused_with_what_to_install(tmp_path):
+    by_name, by_type, modules = run_with(tmp_path, WITHOUT).stdout.splitlines()
+    for line in (by_name, by_type):
+        assert "named headway-bagel (`pip install ./plugins/headway-bagel`" in line
+    assert "config.json is a model of type 'bagel', which neither transformers" in by_type
+    assert modules == "[]"

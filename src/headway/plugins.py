@@ -1,18 +1,27 @@
 """Plug-ins, found by their registration: families of models that transformers lacks, and objectives of training.
 
-A family is a package below `headway.families`, or a module that an installed distribution names as an entry point of
-the group `headway.families`. Its `FAMILY` names its model types, and what stands for it at each seam, a hook:
+A family is a module that an installed distribution names as an entry point of the group `headway.families`. Its
+`FAMILY` names its model types, and what stands for it at each seam, a hook:
 
 | hook | what it is |
 | --- | --- |
 | `register` | makes the classes known to transformers' Auto classes |
 | `inputs` | class: from a model the arguments of packs of unlike proportions, to read its cost off |
-| `encoder` | from tokenizer, configuration and limits a `headway.data.encode.Encoder` |
+| `settings` | class below `headway.config.sections.Section`: what `model.family` of a run may say |
+| `encoder` | makes the `headway.data.encode.Encoder`, which lays out its own packs, from tokenizer and configuration |
 | `generator` | class: answers prompts in words, as `headway.answer.generate.AnswerGenerator` |
-| `drawer` | class: answers prompts in pictures, as `headway.answer.pictures.Drawer` |
-| `read_checkpoint` | from a checkpoint in the layout of the family's own code a model folder; returns a line about it |
-| `small_model` | writes the folder of a small model for the demo, without weights |
 | `objective` | class: a `headway.train.objective.Objective`, by which a model of the family learns |
+| `losses` | from what computes the losses of tokens, and settings, a `headway.models.head.ModelWithLoss` |
+| `vision_tower` | from a model the tower that runs on a pack of every process or of none |
+| `small_config` | from a configuration that was scaled down the same with the parts that the family alone has |
+| `small_chat` | from the messages of a made-up chat and its row those that the family trains on |
+| `ledgers` | folder with what counting needs of models that ship with it, as `headway.count.models` has |
+| `conventions` | tuple of `headway.conventions.Convention` |
+| `tool_peaks` | tables of the peaks that tools divide by, as in `headway/conventions/tool_peaks.toml` |
+| `formulas` | by tool and model type a formula that the tool's own table has of the family |
+| `commands` | functions by the names of their commands |
+| `demos` | by its name a `headway.cli.demo.Demo` |
+| `sections` | from a run's folder sections of its page |
 
 A family without one of them is served at that seam as any model of transformers is.
 
@@ -29,7 +38,7 @@ group. Its `OBJECTIVE` names the section of the configuration that asks for it, 
 | `forwards` | from configuration and ledger the forward of a model that does not learn, for plans |
 | `small_rows` | makes rows that it learns from of the chats of a small run's file |
 
-Nothing of a plug-in is imported before it is asked for, but an objective's settings; other rooms know none by name.
+Nothing of a plug-in is imported before it is asked for, but an objective's settings; no room knows one by name.
 """
 
 import pkgutil
@@ -44,7 +53,10 @@ from typing import Any, Literal
 
 from headway.errors import PluginError
 
-Hook = Literal["register", "inputs", "encoder", "generator", "drawer", "read_checkpoint", "small_model", "objective"]
+Hook = Literal[
+    "register", "inputs", "settings", "encoder", "generator", "losses", "vision_tower", "small_config", "small_chat",
+    "ledgers", "conventions", "tool_peaks", "formulas", "commands", "demos", "sections", "objective",
+]  # fmt: skip
 ObjectiveHook = Literal["section", "objective", "rows", "judge", "prepare_encoder", "forwards", "small_rows"]
 _GROUP, _OBJECTIVES = "headway.families", "headway.objectives"
 
@@ -82,11 +94,9 @@ class Family(Plugin):
 
     Attributes:
         model_types: those of its configurations.
-        layout: whose code wrote the checkpoints that `read_checkpoint` takes, for help and errors.
     """
 
     model_types: tuple[str, ...]
-    layout: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,14 +114,14 @@ class ObjectivePlugin(Plugin):
 
 @cache
 def families() -> tuple[Family, ...]:
-    """All families, those that come with this package first."""
+    """All families that installed distributions bring."""
     return _registered(_GROUP, "FAMILY")
 
 
 @cache
 def objectives() -> tuple[ObjectivePlugin, ...]:
     """All objectives that have a section of the configuration, those that come with this package first."""
-    return _registered(_OBJECTIVES, "OBJECTIVE")
+    return (*_own(_OBJECTIVES, "OBJECTIVE"), *_registered(_OBJECTIVES, "OBJECTIVE"))
 
 
 def objective_of(section: str | None) -> ObjectivePlugin | None:
@@ -119,10 +129,14 @@ def objective_of(section: str | None) -> ObjectivePlugin | None:
     return next((plugin for plugin in objectives() if plugin.section == section), None)
 
 
+def _own(group: str, name: str) -> tuple[Any, ...]:
+    folder = import_module(group)
+    modules = [import_module(f"{group}.{module.name}") for module in pkgutil.iter_modules(folder.__path__)]
+    return tuple(getattr(module, name) for module in modules)
+
+
 def _registered(group: str, name: str) -> tuple[Any, ...]:
-    own = import_module(group)
-    modules = [import_module(f"{group}.{module.name}") for module in pkgutil.iter_modules(own.__path__)]
-    brought = [getattr(module, name) for module in modules]
+    brought = []
     for entry in entry_points(group=group):
         distribution = f"{entry.dist.name} {entry.dist.version}" if entry.dist is not None else entry.value
         with _left_out_if_broken(), _naming(distribution):
@@ -143,6 +157,23 @@ def family_hook(config: Any, name: Hook) -> Any | None:
     model_type = getattr(config, "model_type", None)
     family = next((family for family in families() if model_type in family.model_types), None)
     return None if family is None else family.hook(name)
+
+
+def lays_out_packs(config: Any) -> bool:
+    """Tell whether a model's family encodes samples and lays out packs itself, which then nothing else cuts or tries.
+
+    Args:
+        config: the model's configuration.
+    """
+    return family_hook(config, "encoder") is not None
+
+
+def where_to_find(model_type: str) -> str:
+    """Say how to install what may bring a kind of model that nothing here knows: by custom it has the family's name."""
+    return (
+        f"If a plug-in brings it, install that: by custom it is named headway-{model_type} (`pip install "
+        f"./plugins/headway-{model_type}` where Headway's repository has it)."
+    )
 
 
 def families_with(name: Hook) -> list[Family]:

@@ -1,34 +1,10 @@
 import os
 import re
-import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]")
-
-
-class Result(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-@pytest.fixture
-def headway(monkeypatch, capsys):
-    """Run the command line in this process: headway("flops", "gpt2", ...) -> Result."""
-    from headway.cli.app import main
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["headway", *map(str, arguments)])
-        with pytest.raises(SystemExit) as exit_:
-            main()
-        captured = capsys.readouterr()
-        code = exit_.value.code
-        return Result(0 if code is None else code, captured.out, captured.err)
-
-    return run
 
 
 @pytest.fixture

@@ -263,7 +263,7 @@ def test_a_causal_model_is_counted_under_splits_and_says_so(headway):
     [
         (["llama-3.1-8b", "--splits", "full:8", "--segments", 9], "8 tokens where the segment has 9"),
         (["llama-3.1-8b", "--segments", 9, "--supervised", 3], "--supervised 3 has no effect"),
-        (["llama-3.1-8b", "--splits", "noise:8", "--latents", "2x2"], "draws no images"),
+        (["llama-3.1-8b", "--splits", "noise:8", "--latents", "2x2"], "takes no latents"),
         (
             ["bagel-7b-mot", "--splits", "causal:5,noise:3", "--latents", "2x2"],
             "noise runs hold 3 tokens, and 4 latent",

@@ -14,7 +14,8 @@ from headway.count import load_cost_model
 from headway.predict.dry_run import precision_of
 from headway.tracing.build import model_on_shapes, preset_config
 from helpers.cases import some
-from helpers.processes import ROOT, run_processes
+from helpers.processes import ROOT
+from helpers.runs import scaled_down
 
 RECIPES = ROOT / "recipes"
 # name: model, devices, tokens per pack, processes that share one, as their pages say
@@ -33,7 +34,7 @@ PAGES = {
 }
 
 
-OTHERS = ("digits", "digits-dpo", "draw", "bagel-7b-mot-10240", "qwen2.5-vl-7b-dpo-32768")
+OTHERS = ("digits", "digits-dpo", "qwen2.5-vl-7b-dpo-32768")
 
 
 def test_every_recipe_is_tested():
@@ -42,8 +43,6 @@ def test_every_recipe_is_tested():
         "digits",
         "digits-dpo",
         "qwen2.5-vl-7b-dpo-32768",
-        "draw",
-        "bagel-7b-mot-10240",
     }
 
 
@@ -83,16 +82,6 @@ def test_the_recipe_of_preferences_bills_the_second_pass_of_its_head(headway):
     # forward is a third of the head's useful work
     assert 3 * more == pytest.approx(plan["flops"]["components"]["language.head"], rel=1e-9)
     assert plan["flops"]["total"] == without["flops"]["total"]
-
-
-def test_the_recipe_of_a_model_that_draws_says_its_memory_by_part(headway):
-    result = headway("train", RECIPES / "bagel-7b-mot-10240.yaml", "--dry-run", "--json")
-    plan = json.loads(result.out)
-    assert result.code == 0, result.err
-    assert (plan["model"], plan["devices"], plan["fits"]) == ("bagel-7b-mot", 32, True)
-    assert plan["params"]["total"] == load_cost_model("bagel-7b-mot").params.total
-    memory = plan["memory"]
-    assert memory["peak"] > memory["weights"] + memory["optimizer"] + memory["gradients"]
 
 
 def test_the_flops_of_a_text_step_are_six_for_each_parameter_and_twelve_for_each_pair(headway):
@@ -227,15 +216,6 @@ def test_a_model_that_does_not_ship_is_traced(headway, tmp_path):
     assert precision_of(config, 1) == "bfloat16-autocast"
 
 
-def scaled_down(name, folder, *settings, processes=1):
-    # without workers: each process of the run would start a server of processes that imports all of it once more
-    always = ("optim.steps=3", "optim.warmup_steps=0", "speed.compile=false", "data.workers=0")
-    options = [part for setting in (*always, *settings) for part in ("--set", setting)]
-    command = [sys.executable, "-m", "headway", "train", RECIPES / f"{name}.yaml", "--scale-down", "--json", *options]
-    done = run_processes([*command, "--set", f"run.folder={folder}"], processes, timeout_s=420)
-    return json.loads(done[0].stdout.splitlines()[-1])
-
-
 # One of each kind of data and model; the others differ from these in their length or in how processes share them.
 KINDS = (
     "qwen2.5-7b-text-81920",
@@ -250,7 +230,7 @@ def test_a_recipe_trains_when_scaled_down_and_its_model_generates(name, tmp_path
 
     from headway.models import load_processor
 
-    summary = scaled_down(name, tmp_path / "run")
+    summary = scaled_down(RECIPES / f"{name}.yaml", tmp_path / "run")
     assert summary["complete"]
     assert summary["last_loss"] < summary["first_loss"]
     assert (summary["fill"] > 0.85) == (load_config(RECIPES / f"{name}.yaml").data.strategy != "none")
@@ -270,24 +250,11 @@ def test_a_recipe_trains_when_scaled_down_and_its_model_generates(name, tmp_path
 
 
 @pytest.mark.slow
-def test_the_recipe_of_a_model_that_draws_trains_when_scaled_down(tmp_path):
-    from headway.models.load import load_model
-
-    summary = scaled_down("bagel-7b-mot-10240", tmp_path / "run")
-    assert summary["complete"]
-    assert summary["last_loss"] < summary["first_loss"]
-    assert summary["last_flow_loss"] > 0
-    assert summary["vision_share"] > 0
-    exported = sorted((tmp_path / "run/small/run/export").iterdir())[-1]
-    assert load_model(exported).config.vae_config["latent_channels"] == 16
-
-
-@pytest.mark.slow
 @pytest.mark.dist
 def test_two_processes_share_the_packs_of_the_recipe_that_asks_for_it(tmp_path):
     name = "qwen3-vl-8b-video-51200-sp2"
-    one = scaled_down(name, tmp_path / "one", "parallel.sequence=1")
-    two = scaled_down(name, tmp_path / "two", processes=2)
+    one = scaled_down(RECIPES / f"{name}.yaml", tmp_path / "one", "parallel.sequence=1")
+    two = scaled_down(RECIPES / f"{name}.yaml", tmp_path / "two", processes=2)
     assert two["first_loss"] == pytest.approx(one["first_loss"], rel=1e-5)
     assert two["last_loss"] == pytest.approx(one["last_loss"], rel=1e-4)
     resolved = (tmp_path / "two/small/run/config.yaml").read_text()

@@ -133,5 +133,5 @@ def test_a_model_is_counted_under_splits_only_where_that_is_asked_for():
     assert under == causal
     with pytest.raises(WorkloadError, match=r"gemma-3-4b cannot be counted under splits.*pairs:sliding"):
         gemma.with_splits()
-    with pytest.raises(WorkloadError, match="draws no images"):
+    with pytest.raises(WorkloadError, match="takes no latents"):
         qwen.count(Workload([9], latents=[(1, 2, 2)]))

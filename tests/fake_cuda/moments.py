@@ -25,9 +25,6 @@ from headway.data.collate import Batch, Collator
 from headway.data.encoded import EncodedSample
 from headway.data.media.tensors import MediaTensors
 from headway.data.samples import Origin
-from headway.families.bagel.encoding import DrawingCollator
-from headway.families.bagel.layout import lay_out
-from headway.families.bagel.model import BagelConfig
 from headway.models.load import rope_index
 from headway.models.losses import IGNORED
 from headway.models.parallel import local, reduce_gradients
@@ -49,6 +46,9 @@ from headway.predict.saved_activations import saved_of_partly_trained
 from headway.tracing import trace
 from headway.tracing.block_activations import saved_of_config
 from headway.tracing.build import model_on_shapes
+from headway_bagel.encoding import DrawingCollator
+from headway_bagel.layout import lay_out
+from headway_bagel.model import BagelConfig
 
 MOMENTS = ("built", "first forward", "first backward", "first update", "forward", "backward", "update")
 """When memory is looked at; the last three are of the second step, in which moments are there from the start."""

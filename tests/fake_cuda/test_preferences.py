@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from fake_cuda import steps
-from fake_cuda.device import pretend_cuda
-from fake_cuda.test_drawing import instead_of_flex
+from fake_cuda.device import instead_of_flex, pretend_cuda
 from fake_cuda.watch import Watch
 from headway.data.collate import Collator
 from headway.data.encoded import with_prompt_once

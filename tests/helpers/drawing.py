@@ -14,11 +14,11 @@ from PIL import Image
 from torch import nn
 
 from headway.count import splits
-from headway.families.bagel.layout import lay_out
-from headway.families.bagel.model import BagelConfig, BagelModel
 from headway.models.load import load_processor
 from headway.packing.parts import SamplePart
 from headway.synthetic.processor import write_tokenizer
+from headway_bagel.layout import lay_out
+from headway_bagel.model import BagelConfig, BagelModel
 
 TEXT = {
     "model_type": "qwen3",

@@ -28,7 +28,8 @@ def free_port() -> int:
 
 
 ROOT = Path(__file__).parents[2]
-PYTHONPATH = f"{ROOT / 'src'}{os.pathsep}{ROOT / 'tests'}"  # of processes that tests start
+# of processes that tests start
+PYTHONPATH = os.pathsep.join(str(ROOT / folder) for folder in ("src", "plugins/headway-bagel/src", "tests"))
 TRAIN = (sys.executable, "-m", "headway", "train")
 
 

@@ -6,11 +6,14 @@ import os
 import pickle
 import shutil
 import struct
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+
+from helpers.processes import run_processes
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -285,3 +288,13 @@ def read_mlflow(uri, experiment):
         for name in run.data.metrics
     }
     return series, run.data.tags, run.info.status
+
+
+def scaled_down(recipe: Path, folder: Path, *settings: str, processes: int = 1) -> Any:
+    """Train a recipe scaled down for three steps; its summary."""
+    # without workers: each process of the run would start a server of processes that imports all of it once more
+    always = ("optim.steps=3", "optim.warmup_steps=0", "speed.compile=false", "data.workers=0")
+    options = [part for setting in (*always, *settings) for part in ("--set", setting)]
+    command = [sys.executable, "-m", "headway", "train", str(recipe), "--scale-down", "--json", *options]
+    done = run_processes([*command, "--set", f"run.folder={folder}"], processes, timeout_s=420)
+    return json.loads(done[0].stdout.splitlines()[-1])

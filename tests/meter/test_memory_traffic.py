@@ -17,11 +17,11 @@ from torch.utils._pytree import tree_leaves
 
 from headway.count import Workload
 from headway.errors import UsageError
-from headway.families.bagel.layout import lay_out
 from headway.meter.memory_traffic import mbu
 from headway.meter.model_traffic import state_bytes, traffic_of
 from headway.tracing import trace
 from headway.tracing.build import model_class, preset_config, with_layers
+from headway_bagel.layout import lay_out
 from helpers.drawing import PICTURE, QUESTION, tiny_bagel
 from helpers.models import tiny_model
 

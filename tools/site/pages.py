@@ -40,6 +40,7 @@ def copied_pages() -> dict[Path, str]:
     found = {page: f"reference/benchmarks/{page.stem}" for page in results}
     found[ROOT / "benchmarks" / "log.md"] = "reference/log"
     found |= {ROOT / f"{name}.md": f"reference/repository/{name}" for name in ("CHANGELOG", "CONTRIBUTING", "SECURITY")}
+    found |= {page: f"reference/plugins/{page.parent.name}" for page in sorted((ROOT / "plugins").glob("*/README.md"))}
     found |= {ROOT / "benchmarks" / name: "reference/benchmarks" for name in ("", "README.md", "results")}
     return {**found, ROOT / "recipes": "reference/recipes", ROOT / "README.md": "index"}
 

@@ -12,6 +12,7 @@ from headway.checkpoint import Checkpoint
 from headway.checkpoint.export import find_checkpoint_in, holds_adapters
 from headway.checkpoint.folder import step_folders
 from headway.checkpoint.restore import read_model
+from headway.config.sections import Section
 from headway.data.chat_settings import ChatSettings
 from headway.data.encode import Encoder
 from headway.data.encoders import family_encoder, settings_of_strangers
@@ -33,6 +34,7 @@ from headway.models.materialise import allocate
 from headway.models.scores import is_scorer
 from headway.models.trial import try_packs
 from headway.models.vision import patch_size_of
+from headway.plugins import lays_out_packs
 from headway.stores import fetch, place
 from headway.words import Argument
 
@@ -192,8 +194,8 @@ def open_model(
             f"{location.path} is a reward model, which scores answers and writes none: headway evaluate compares its "
             "scores of pairs. Give a model that writes."
         )
-    # not with what packs need: a model that draws is asked in packs too
-    if for_generation and not getattr(model, "draws", False):  # whose prompts are packs
+    # not with what packs need, unless the model's family asks it in packs too
+    if for_generation and not lays_out_packs(model.config):
         parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
         use_attention(model, "sdpa" if all(part._supports_sdpa for part in parts) else "eager")
     if not for_generation:
@@ -224,6 +226,7 @@ def make_encoder(
     *,
     max_image_pixels: int = MAX_IMAGE_PIXELS,
     max_characters: int = MAX_CHARACTERS,
+    family: Section | None = None,
 ) -> Encoder:
     """The encoder of a model's samples, in training and whenever the model is judged.
 
@@ -232,8 +235,10 @@ def make_encoder(
         model: with or without weights.
         max_image_pixels: largest image [pixels].
         max_characters: longest text of a sample [characters].
+        family: settings of the model's own family in training; None for none.
     """
-    own = family_encoder(processor, model.config, max_image_pixels=max_image_pixels, max_characters=max_characters)
+    limits = {"max_image_pixels": max_image_pixels, "max_characters": max_characters}
+    own = family_encoder(processor, model.config, family, **limits)
     if own is not None:
         return own
     with settings_of_strangers(processor):

@@ -19,7 +19,6 @@ from headway.cli import (
     convert,
     demo,
     devices,
-    draw,
     evaluate,
     explain,
     flops,
@@ -39,6 +38,7 @@ from headway.cli import (
 from headway.cli.output import ReaderGoneError, missing_library_told, open_streams
 from headway.cli.parse import HeadwayCommand
 from headway.errors import HeadwayError, OutOfMemoryError, RankLostError, is_out_of_memory
+from headway.plugins import hooks_of_all
 from headway.report.terminal import coloured, width_of, wrapped
 from headway.safe_path import keep_current_folder_out
 from headway.version import __version__
@@ -80,12 +80,13 @@ app.command("train", short_help="Train a model on packed data.")(train.train)
 app.command("tune", short_help="Search the settings that train fastest within the memory.")(tune.tune)
 app.command("chat", short_help="Talk to a model that was trained.")(answer.chat)
 app.command("generate", short_help="Answer one prompt or a file of them.")(answer.generate)
-app.command("draw", short_help="Draw pictures with a model that draws.")(draw.draw)
 app.command("evaluate", short_help="Judge a model on held-out samples, as eval in training.")(evaluate.evaluate)
 app.command("config", short_help="Print every setting of `headway train`.")(config.config)
-app.command("import-model", short_help="Make a model folder of a project's own layout.")(convert.import_model)
 app.command("export", short_help="Make a model folder of a checkpoint.")(convert.export)
-app.command("demo", short_help="Train a small model to read or draw handwritten digits.")(demo.demo)
+app.command("demo", short_help="Train a small model to read handwritten digits.")(demo.demo)
+for _commands in hooks_of_all("commands"):  # of installed families
+    for _name, _function in _commands.items():
+        app.command(_name, short_help=_function.__doc__.partition("\n")[0])(_function)
 for _command in app.registered_commands:
     _command.cls = HeadwayCommand
 

@@ -1,4 +1,4 @@
-"""`headway import-model` and `export`: weights of others, and ours for others."""
+"""`headway export`: a checkpoint as a model folder that others open."""
 
 import sys
 from enum import StrEnum
@@ -9,41 +9,14 @@ import typer
 
 from headway.cli.opened import BestOption, EmaOption
 from headway.cli.options import JsonOption
-from headway.cli.output import needs_extra, print_result, say
-from headway.errors import CheckpointError, UsageError
+from headway.cli.output import needs_extra, print_result
+from headway.errors import UsageError
 from headway.log.working import working
-from headway.plugins import families_with, hooks_of_all
 from headway.report import presentable
 from headway.stores import fetch, shown
 
 if TYPE_CHECKING:
     from headway.checkpoint.push import HubRepo
-
-_LAYOUTS = ", ".join(family.layout for family in families_with("read_checkpoint"))
-
-
-def import_model(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help=f"Checkpoint in the layout of {_LAYOUTS}.")],
-    target: Annotated[Path, typer.Argument(metavar="OUT", help="Model folder to write, which `headway train` opens.")],
-) -> None:
-    """Write a model folder from a checkpoint in its own project's layout; weights are linked where the file system can.
-
-    Example: headway import-model models/BAGEL-7B-MoT models/bagel
-    """
-    with needs_extra("reading a checkpoint"):
-        # Each reader refuses a folder of another layout before it writes anything; the first one's words are shown.
-        readers = hooks_of_all("read_checkpoint")
-    refusals = []
-    with working("reading the checkpoint"):
-        for read_folder in readers:
-            try:
-                text = read_folder(folder, target)
-                break
-            except CheckpointError as error:
-                refusals.append(error)
-        else:
-            raise refusals[0]
-    say(text)
 
 
 class Dtype(StrEnum):

@@ -1,51 +1,61 @@
 """`headway demo`: write the handwritten digits, and train on them with a shipped recipe."""
 
-import io
 import json
 import sys
-from enum import StrEnum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib.resources import as_file, files
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headway.cli.draw import write_grid
 from headway.cli.options import JsonOption
 from headway.cli.output import needs_extra, print_result
 from headway.cli.train import ResumeOption, SetOption, print_summary
 from headway.errors import UsageError
-from headway.log.working import working
-from headway.report import format_share, render_pairs
+from headway.plugins import hooks_of_all
+from headway.report import render_pairs
 from headway.stores import refuse
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
-
     from headway.config import TrainConfig
 
 
-class Demo(StrEnum):
-    """The demos, and the data alone."""
+@dataclass(frozen=True)
+class Demo:
+    """Made-up data and a small model, and the recipe that trains it.
 
-    read = "read"
-    draw = "draw"
-    data = "data"
+    Attributes:
+        recipe: the YAML file.
+        paths: files of the data, below the demo's folder, by the settings that name them.
+        write: writes data and model into a folder; returns a line about them.
+        judge: judges what a complete run has learnt; returns a part of the record, and lines about it. None for nothing
+            beyond the run's own evaluation.
+    """
+
+    recipe: Traversable
+    paths: Mapping[str, str]
+    write: Callable[[Path], str]
+    judge: "Callable[[TrainConfig], tuple[dict[str, Any], str]] | None" = None
 
 
+_READ, _DATA = "read", "data"
 WhatArgument = Annotated[
-    Demo,
+    str,
     typer.Argument(
-        help="read: a model learns to read digits. draw: a model learns to draw as well. data: nothing is trained, but "
-        "pictures of single digits are written for a model of yours."
+        metavar="[read|data|...]",
+        help="read: a model learns to read digits. data: nothing is trained, but pictures of single digits are written "
+        "for a model of yours. A plug-in may bring others.",
     ),
 ]
 FolderOption = Annotated[
     Path | None,
     typer.Option(
         metavar="DIR",
-        help="Where data, model folder and run go; made where it is missing. If not given: runs/digits, runs/draw, "
-        "or digits for the data alone.",
+        help="Where data, model folder and run go; made where it is missing. If not given: runs/digits for read, "
+        "digits for data, and runs/ with the demo's name for others.",
         show_default=False,
     ),
 ]
@@ -55,22 +65,21 @@ StepsOption = Annotated[
 
 
 def demo(
-    what: WhatArgument = Demo.read,
+    what: WhatArgument = _READ,
     folder: FolderOption = None,
     steps: StepsOption = None,
     settings: SetOption = None,
     resume: ResumeOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Train a small vision-language model to read, or to draw, handwritten digits, on a CPU in a few minutes.
+    """Train a small vision-language model to read handwritten digits, on a CPU in a few minutes.
 
     Writes scikit-learn's digits as chat samples and a model folder of about a million parameters, and then does what
-    `headway train recipes/digits.yaml` does, or recipes/draw.yaml. Of a model that draws, it has what it drew read by a
-    classifier of the real digits, and by the model itself.
+    `headway train recipes/digits.yaml` does.
 
     Example: headway demo data --folder digits
     """
-    if what is Demo.data:
+    if what == _DATA:
         if steps is not None or settings or resume:
             raise UsageError(
                 "demo data trains nothing, so --steps, --set and --resume cannot take effect: leave them out."
@@ -78,22 +87,19 @@ def demo(
         refuse(folder or Path(), "--folder")
         _print_data(folder or Path("digits"), as_json=as_json)
         return
+    chosen = _demo_of(what)
     refuse(folder or Path(), "--folder")
     from headway.config import load_config
 
-    draws = what is Demo.draw
-    folder = folder or Path("runs", "draw" if draws else "digits")
-    paths = {"model.path": folder / "model", "data.eval": folder / "data" / "eval.jsonl", "run.folder": folder / "run"}
-    played = ("train.0", "draw.jsonl"), ("train.1", "read.jsonl")
-    if not draws:
-        played = ("stages.0", "one_digit.jsonl"), ("stages.1", "train.jsonl")
-    paths |= {f"data.{place}.path": folder / "data" / file for place, file in played}
+    folder = folder or Path("runs", "digits" if what == _READ else what)
+    paths = {"model.path": folder / "model", "run.folder": folder / "run"}
+    paths |= {key: folder / "data" / file for key, file in chosen.paths.items()}
     overrides = [f"{key}={json.dumps(str(path))}" for key, path in paths.items()]
     if steps is not None:  # the recipe's proportions, on another number of steps
         quarter = max(1, steps // 4)
         overrides += [f"optim.steps={steps}", f"optim.warmup_steps={steps // 32}"]
         overrides += [f"eval.every={quarter}", f"checkpoint.every={quarter}"]
-    with as_file(files("headway.synthetic") / ("draw.yaml" if draws else "digits.yaml")) as recipe:
+    with as_file(chosen.recipe) as recipe:
         config = load_config(recipe, (*overrides, *(settings or ())))
 
     with needs_extra("training"):
@@ -102,18 +108,35 @@ def demo(
 
     if not resume:
         refuse_existing_run(config.run.folder)
-        print(_write_drawn(folder) if draws else _write(folder), file=sys.stderr)
+        print(chosen.write(folder), file=sys.stderr)
     summary = train(config, resume=resume)
-    if not draws or not summary.is_complete:
+    if chosen.judge is None or not summary.is_complete:
         print_summary(summary, as_json=as_json)
         return
+    record, text = chosen.judge(config)
+    print_result(lambda: summary.to_dict() | record, lambda: f"{summary.as_table()}\n{text}", as_json=as_json)
 
-    with working("drawing digits"):
-        judged = judge_drawings(config)
-    note = text_of_drawings(judged, config.run.folder / f"{DRAWN}.png")
-    print_result(
-        lambda: summary.to_dict() | {"drawings": judged}, lambda: f"{summary.as_table()}\n{note}", as_json=as_json
+
+def _demo_of(name: str) -> Demo:
+    """Find a demo by its name."""
+    own = Demo(
+        files("headway.synthetic") / "digits.yaml",
+        {
+            "data.stages.0.path": "one_digit.jsonl",
+            "data.stages.1.path": "train.jsonl",
+            "data.eval": "eval.jsonl",
+        },
+        _write,
     )
+    demos: dict[str, Demo] = {_READ: own}
+    for brought in hooks_of_all("demos"):
+        demos |= brought
+    if name not in demos:
+        raise UsageError(
+            f"There is no demo {name!r} here, but {', '.join([*demos, _DATA])}. If a plug-in brings it, install that "
+            "first."
+        )
+    return demos[name]
 
 
 def _print_data(folder: Path, *, as_json: bool) -> None:
@@ -141,99 +164,3 @@ def _write(folder: Path) -> str:
         f"wrote {data.num_images} images of {data.num_train_scans} scans to train on and {data.num_eval_scans} "
         f"held out, as chat samples, to {folder / 'data'}"
     )
-
-
-def _write_drawn(folder: Path) -> str:
-    """Write data and model of the drawing demo; returns what was written."""
-    from headway.synthetic.drawn_digits import write_drawer, write_drawn_digits
-
-    data = write_drawn_digits(folder / "data")
-    write_drawer(folder / "model")
-    return (
-        f"wrote {data.num_train_scans} scans to draw and to read, and {data.num_eval_scans} held out to read, to "
-        f"{folder / 'data'}"
-    )
-
-
-DRAWN = "drawn"
-"""Name of the picture and the JSON file that a run folder then has."""
-_EACH = 20  # pictures of each digit
-_SEED = 0
-
-
-def judge_drawings(config: "TrainConfig") -> dict[str, Any]:
-    """Draw each digit some times with a run's newest model, and have the pictures read.
-
-    Writes `drawn.png`, a row for each digit, and `drawn.json` into the run folder.
-
-    Returns:
-        How many were drawn, the shares that a classifier of the real digits and the model itself read as asked, and
-        both numbers of each digit.
-    """
-    import numpy as np
-    import torch
-
-    from headway.answer.model_folder import find_model, open_model
-    from headway.answer.pictures import open_drawer
-    from headway.synthetic.drawn_digits import FREE, NAMES, SIDE, classify, request
-
-    location = find_model(str(config.run.folder))
-    opened = open_model(location, dtype=torch.float32, device=torch.device("cpu"), for_generation=False)
-    # Draw each digit several times, in rows of one digit.
-    texts = [request(digit) for digit in range(len(NAMES)) for _ in range(_EACH)]
-    pictures = open_drawer(opened).draw(texts, size=(SIDE, SIDE), away_from=FREE, seed=_SEED)
-    rows = [pictures[start : start + _EACH] for start in range(0, len(pictures), _EACH)]
-    # Two judges: a classifier trained on the real digits, and the model reading its own pictures.
-    pixels = np.stack([np.asarray(picture.convert("L")) / 255.0 for picture in pictures])
-    outside = (classify(pixels).reshape(len(NAMES), _EACH) == np.arange(len(NAMES))[:, None]).sum(1).tolist()
-    own = [_num_read(opened, row, name) for row, name in zip(rows, NAMES, strict=True)]
-    write_grid([[_enlarged(picture) for picture in row] for row in rows], config.run.folder / f"{DRAWN}.png")
-    counts = zip(NAMES, outside, own, strict=True)
-    judged = {
-        "drawn": len(pictures),
-        "read_by_classifier": sum(outside) / len(pictures),
-        "read_by_itself": sum(own) / len(pictures),
-        "digits": {
-            name: {"asked": _EACH, "classifier": by_classifier, "itself": other}
-            for name, by_classifier, other in counts
-        },
-    }
-    (config.run.folder / f"{DRAWN}.json").write_text(json.dumps(judged) + "\n", encoding="utf-8")
-    return judged
-
-
-def text_of_drawings(judged: dict[str, Any], path: Path) -> str:
-    """Say in two lines how many digits were drawn, and which shares were read as what was asked for."""
-    return (
-        f"drawn digits  {judged['drawn']}, in {path}\n"
-        f"read as asked {format_share(judged['read_by_classifier'])} by a classifier of the real digits, "
-        f"{format_share(judged['read_by_itself'])} by the model itself"
-    )
-
-
-def _num_read(opened: Any, pictures: "list[Image]", name: str) -> int:
-    """Count the pictures of a digit that the model itself reads as that digit, by exact match as in an evaluation."""
-    import torch
-
-    from headway.answer.evaluate import EvalSet
-    from headway.answer.model_folder import make_encoder
-    from headway.data import Chat
-    from headway.data.samples import ImagePart, Media, Message, Origin, TextPart
-    from headway.models.head import model_with_loss
-    from headway.models.parallel.ranks import Ranks
-    from headway.packing.budget import Budget
-    from headway.synthetic.drawn_digits import QUESTION
-
-    chats = []
-    for number, picture in enumerate(pictures):
-        data = io.BytesIO()
-        picture.save(data, format="PNG")
-        shown = Message("user", (ImagePart(Media(None, data.getvalue())), TextPart(QUESTION)))
-        answer = Message("assistant", (TextPart(name),))
-        chats.append(Chat((shown, answer), Origin("drawn", "drawn", number, "picture")))
-    held_out = EvalSet(chats, make_encoder(opened.processor, opened.model), Budget(1024), Ranks(0, 1))
-    return held_out.evaluate(model_with_loss(opened.model, chunk=None), torch.device("cpu")).exact
-
-
-def _enlarged(picture: "Image") -> "Image":
-    return picture.resize((4 * picture.width, 4 * picture.height), resample=0)

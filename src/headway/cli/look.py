@@ -192,6 +192,7 @@ def _of_data(
 def _of_config(config: "TrainConfig", rows: range, num_packs: int, ranks: int) -> "DataView":
     """Packs that a training would see, by its own sources, order, budget and costs."""
     from headway.answer.model_folder import make_encoder
+    from headway.config.model import family_settings
     from headway.data.encoders import prepare_encoder
     from headway.data.processor_settings import ProcessorSettings
     from headway.models import load_config as load_architecture
@@ -223,6 +224,7 @@ def _of_config(config: "TrainConfig", rows: range, num_packs: int, ranks: int) -
         shell,
         max_image_pixels=data.max_image_pixels,
         max_characters=data.max_characters,
+        family=family_settings(config.model.family, shell.config),
     )
     prepare_encoder(config, shell, costs, encoder)
     indices = _indices(sources, config.model.path, data.max_characters, settings)
@@ -231,7 +233,7 @@ def _of_config(config: "TrainConfig", rows: range, num_packs: int, ranks: int) -
         indices = {name: index.with_prompts_once() for name, index in indices.items()}
     # The plan of the run itself: the same items, order and packs.
     budget = budget_of(data)
-    dropout = config.model.drawing.dropout(config.run.seed)
+    dropout = encoder.dropout(config.run.seed)
     items, counts = Items.build(indices, budget, overlong_of(data), costs, dropout)
     plan = Plan(
         items,

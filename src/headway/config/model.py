@@ -1,14 +1,17 @@
 """The model: which one and what of it learns, how processes share it, and what makes its steps faster or smaller."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, PrivateAttr, field_validator, model_validator
+from pydantic import Field, PrivateAttr, ValidationError, field_validator, model_validator
 
+from headway.config.mistakes import describe_all
 from headway.config.sections import FREE_ON_RESUME, Fraction, Positive, Section, Share, changed
 from headway.count.quantised import Base
 from headway.count.recompute import KINDS, is_for_training, towers
+from headway.errors import ConfigError
 from headway.packing.mesh import MeshShape
-from headway.packing.parts import Dropout
+from headway.plugins import family_hook
 from headway.report.quantity import SIZE_UNITS, bytes_in
 
 
@@ -32,33 +35,6 @@ class LoraConfig(Section):
     @classmethod
     def _all_of_them_is_the_default(cls, targets: tuple[str, ...] | None) -> tuple[str, ...] | None:
         return None if targets in (("all-linear",), ("all",)) else targets
-
-
-class DrawingConfig(Section):
-    """Training of a model that draws images; a model that draws none refuses these settings."""
-
-    flow_weight: Share = Field(default=1.0, description="Factor on the loss of drawn images, beside that of tokens")
-    timestep_shift: Share | None = Field(
-        default=None,
-        description="Shift of the flow's times towards noise: 1 leaves them as drawn, larger is noisier; null for the "
-        "model's own",
-    )
-    drop_text: Fraction = Field(
-        default=0.0,
-        description="Share of the texts before a drawn image that are left out, drawn anew in each epoch, for "
-        "guidance; texts that are learnt stay",
-    )
-    drop_read: Fraction = Field(
-        default=0.0, description="Share of the images before a drawn one that the tower does not read, likewise"
-    )
-    drop_reference: Fraction = Field(
-        default=0.0, description="Share of the images before a drawn one whose clean latents are left out, likewise"
-    )
-
-    def dropout(self, seed: int) -> Dropout | None:
-        """Conditions that are left out, by a run's seed; None where none are."""
-        shares = (self.drop_text, self.drop_read, self.drop_reference)
-        return Dropout(*shares, seed) if any(shares) else None
 
 
 class ModelConfig(Section):
@@ -108,7 +84,10 @@ class ModelConfig(Section):
         description="Dropout in training, the model's own and that of adapters: on, off, or auto for off where answers "
         "are compared (preference) and on elsewhere",
     )
-    drawing: DrawingConfig = DrawingConfig()
+    family: dict[str, bool | int | float | str] = Field(
+        default={},
+        description="Settings of the model's own family, which a plug-in brings and its page lists, by their names",
+    )
     _scores: bool = PrivateAttr(default=False)
 
     @model_validator(mode="after")
@@ -285,3 +264,32 @@ class SpeedConfig(Section):
 
 def _size(recompute: str) -> int | None:
     return bytes_in(recompute.removeprefix("memory:")) if recompute.startswith("memory:") else None
+
+
+def family_settings(values: Mapping[str, Any], architecture: Any) -> Section | None:
+    """Read `model.family` as the settings of the model's family.
+
+    Args:
+        values: the section.
+        architecture: the model's configuration.
+
+    Returns:
+        The family's own section; None of a model whose family has none.
+
+    Raises:
+        ConfigError: the family has no such settings, or no values like these.
+    """
+    section = family_hook(architecture, "settings")
+    if section is None:
+        if values:
+            raise ConfigError(
+                f"model.family.{next(iter(values))} has no effect: models of type {architecture.model_type!r} are of "
+                "no family that has settings of its own. Take it out."
+            )
+        return None
+    try:
+        settings: Section = section.model_validate(dict(values))
+    except ValidationError as error:
+        mistakes = "; ".join(describe_all(error.errors(include_url=False), section))
+        raise ConfigError(f"model.family: {mistakes}{'' if mistakes.endswith('?') else '.'}") from error
+    return settings

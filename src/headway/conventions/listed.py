@@ -6,11 +6,13 @@ formulas has, such as a window, is billed for the types of that formula and for 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal, TypeAlias
 
 from headway.conventions.architecture import Architecture, Vision
 from headway.conventions.convention import Number, Step
 from headway.errors import NotExpressibleError
+from headway.plugins import hooks_of_all
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,7 @@ class Formula:
     square_state: bool = False  # the state is taken as value size squared
     gated: bool = False  # queries come with a gate as wide as they are
     tower: bool = False  # whether the vision tower is billed
+    whole_packs: bool = False  # a pack is one sequence, whose square is billed, whatever samples it holds
 
 
 Formulas: TypeAlias = Mapping[str, Formula | str]
@@ -47,12 +50,23 @@ def chosen(model: Architecture, formulas: Formulas, tool: str) -> Formula:
     Raises:
         NotExpressibleError: the tool does not list the type, its function fails on it, or its formula is not kept here.
     """
-    formula = formulas.get(model.model_type)
+    formula = formulas.get(model.model_type) or _of_families(tool).get(model.model_type)
     if formula is None:
         raise NotExpressibleError(f"{tool} does not list the model type {model.model_type!r}: it prints 0")
     if isinstance(formula, str):
         raise NotExpressibleError(f"{tool}'s formula for the model type {model.model_type!r} {formula}")
     return formula
+
+
+@cache
+def _of_families(tool: str) -> Formulas:
+    """The rows of a tool's table that are of installed families."""
+    return {kind: row for tables in hooks_of_all("formulas") for kind, row in tables.get(tool, {}).items()}
+
+
+def squares(step: Step, formula: Formula) -> Number:
+    """Sum the squares of the sequences that a formula takes a step for: samples, or packs as one."""
+    return step.pack_square_sum if formula.whole_packs else step.square_sum
 
 
 def weights(model: Architecture, formula: Formula, tokens: int) -> dict[str, Number]:

@@ -2,10 +2,12 @@
 
 import difflib
 import re
+from functools import cache
 
-from headway.conventions import bagel, flux, maxtext, megatron, nemo, ours, rl_trainers, veomni, verl, weights
+from headway.conventions import flux, maxtext, megatron, nemo, ours, rl_trainers, veomni, verl, weights
 from headway.conventions.convention import Convention
 from headway.errors import UnknownConventionError
+from headway.plugins import hooks_of_all
 from headway.words import Argument
 
 _ALL = (
@@ -83,11 +85,6 @@ _ALL = (
         verl.lmms_engine, "real", "segments", releases=("0.1.4",),
     ),
     Convention(
-        "bagel", "2025-10", "bagel",
-        "real tokens, full square of each sample and of padding, the embedding as a second head; vision free",
-        bagel.bagel, "real", "segments", only="bagel",
-    ),
-    Convention(
         "veomni", "2026-08", "veomni",
         "real tokens, full square of each segment; vision mergers per patch; frozen towers and LoRA at less",
         veomni.veomni, "real", "segments", towers=True, delta=True, releases=("0.1.12",),
@@ -153,7 +150,13 @@ _ALL = (
         ours.flop_counter, "slots", "segments", "rows",
     ),
 )  # fmt: skip
-_BY_NAME = {convention.name: convention for convention in _ALL}
+
+
+@cache
+def _by_name() -> dict[str, Convention]:
+    """All conventions by name: those above, then those of installed families."""
+    rules = (*_ALL, *(rule for rules in hooks_of_all("conventions") for rule in rules))
+    return {rule.name: rule for rule in rules}
 
 
 def conventions(model_type: str | None = None) -> tuple[Convention, ...]:
@@ -162,7 +165,7 @@ def conventions(model_type: str | None = None) -> tuple[Convention, ...]:
     Args:
         model_type: leaves out those of tools that train one other type of model; None leaves out none.
     """
-    return tuple(rule for rule in _ALL if model_type is None or rule.only in ("", model_type))
+    return tuple(rule for rule in _by_name().values() if model_type is None or rule.only in ("", model_type))
 
 
 def get_convention(name: str) -> Convention:
@@ -177,19 +180,19 @@ def get_convention(name: str) -> Convention:
     'torchtitan-2026-06'
     """
     base, slash, version = name.lower().partition("/")
-    convention = _BY_NAME.get(base)
-    releases = {release: rule for rule in _ALL if _tool_of(rule) == base for release in rule.releases}
+    rules = _by_name()
+    convention = rules.get(base)
+    releases = {release: rule for rule in rules.values() if _tool_of(rule) == base for release in rule.releases}
     if version in releases:
         return releases[version]
     if convention is None:
-        close = difflib.get_close_matches(base, _BY_NAME, n=2, cutoff=0.5)
+        close = difflib.get_close_matches(base, rules, n=2, cutoff=0.5)
         hint = f"Did you mean {' or '.join(close)}? " if close else ""
         raise UnknownConventionError(
             Argument("convention"),
-            f" {name!r} is not known. {hint}Known are {', '.join(_BY_NAME)}; docs/conventions.md says what each "
-            "counts.",
+            f" {name!r} is not known. {hint}Known are {', '.join(rules)}; docs/conventions.md says what each counts.",
             value=name,
-            choices=tuple(_BY_NAME),
+            choices=tuple(rules),
         )
     if slash and version != convention.version:
         known_releases = "".join(f" Of its tool's releases {release} is known." for release in releases)

@@ -4,10 +4,13 @@ import re
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from math import inf
 from pathlib import Path
+from typing import Any
 
-_TOOLS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+from headway.plugins import hooks_of_all
+
 _NAMES: dict[str, Callable[[str], str]] = {
     "lower": str.lower,
     "upper": str.upper,
@@ -25,6 +28,15 @@ class ToolPeak:
     note: str = ""  # what is odd about it, "" for nothing
 
 
+@cache
+def _tools() -> dict[str, dict[str, Any]]:
+    """The rules of each tool: those of the file, then those of installed families."""
+    tools = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+    for brought in hooks_of_all("tool_peaks"):
+        tools |= brought
+    return tools
+
+
 def tool_peak(tool: str, device_name: str) -> ToolPeak:
     """Find the peak that a tool divides by.
 
@@ -35,10 +47,10 @@ def tool_peak(tool: str, device_name: str) -> ToolPeak:
     >>> tool_peak("torchtitan", "NVIDIA L4")
     ToolPeak(flops_per_s=312000000000000.0, note='unknown device, taken for an A100')
     """
-    if tool not in _TOOLS:
+    if tool not in _tools():
         return ToolPeak(None, "prints no MFU; the datasheet peak is used")
-    rules, unknown, form = (_TOOLS[tool].get(key) for key in ("rules", "unknown", "name"))
-    name = _NAMES.get(form, str)(device_name)
+    rules, unknown, form = (_tools()[tool].get(key) for key in ("rules", "unknown", "name"))
+    name = _NAMES.get(str(form), str)(device_name)
     for flops_per_s, *parts in rules or ():
         if parts == [name] if form == "whole" else all(part in name for part in parts):
             return ToolPeak(flops_per_s)
@@ -51,9 +63,9 @@ def tool_peak(tool: str, device_name: str) -> ToolPeak:
     return ToolPeak(unknown, "unknown device, taken for an A100")
 
 
-def plausible_peaks(tools: frozenset[str] = frozenset(_TOOLS)) -> list[float]:
-    """List every finite peak that some of the tools divide by [FLOP/s], ascending."""
-    tables = [table for tool, table in _TOOLS.items() if tool in tools]
+def plausible_peaks(tools: frozenset[str] | None = None) -> list[float]:
+    """List every finite peak that some of the tools, or all, divide by [FLOP/s], ascending."""
+    tables = [table for tool, table in _tools().items() if tools is None or tool in tools]
     peaks = {
         peak for table in tables for peak in (table.get("unknown", inf), *(rule[0] for rule in table.get("rules", ())))
     }

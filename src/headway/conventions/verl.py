@@ -21,7 +21,7 @@ DELTA_MIXTURE = replace(DELTA, experts="every", shared="all", shared_gate=True)
 LMMS_ENGINE: Formulas = {
     **dict.fromkeys(
         ("llama", "qwen2", "qwen2_5_vl", "qwen2_5_omni", "qwen2_5_omni_thinker", "qwen3", "qwen3_dllm", "qwen3_vl",
-         "aero_realtime", "minicpmv", "minicpmo", "llava_onevision", "llava_onevision2", "bagel"), _DENSE,
+         "aero_realtime", "minicpmv", "minicpmo", "llava_onevision", "llava_onevision2"), _DENSE,
     ),
     **dict.fromkeys(
         ("qwen2_moe", "qwen3_moe", "qwen3_vl_moe", "qwen3_omni_moe", "qwen3_omni_moe_thinker"), _MIXTURE
@@ -55,8 +55,7 @@ _VERL_2025_12: Formulas = {
 def lmms_engine(model: Architecture, step: Step) -> Parts:
     """Bill real tokens and the full square of each segment; the embedding table as if it were a second head.
 
-    Not billed: vision, on any model. Bagel's packs are one row to it, whose square it takes whole (datasets/collator/
-    bagel_collator.py). The rule knows a list of model types and is 0 on all others; its MFU is rounded to
+    Not billed: vision, on any model. The rule knows a list of model types and is 0 on all others; its MFU is rounded to
     two decimals and its clock leaves the wait for data out.
 
     Source: EvolvingLMMs-Lab/lmms-engine, src/lmms_engine/models/utils.py, FlopsCounter, and train/fsdp2/
@@ -64,9 +63,8 @@ def lmms_engine(model: Architecture, step: Step) -> Parts:
     among them).
     """
     formula = listed.chosen(model, LMMS_ENGINE, "LMMs-Engine")
-    squares = step.pack_square_sum if model.model_type == "bagel" else step.square_sum
     head = listed.table(model, step.workload.tokens)
-    attention = listed.attention(model, formula, model.layers * squares, rate=6)
+    attention = listed.attention(model, formula, model.layers * listed.squares(step, formula), rate=6)
     weights = listed.weights(model, formula, step.workload.tokens)
     return {**weights, "head": head, "embedding": head, "attention": attention}
 

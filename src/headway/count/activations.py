@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from headway.count import drivers
+from headway.count.models import folder_of, shipped_models
 from headway.count.storage import from_ranges, to_ranges
 from headway.count.workload import Workload
 from headway.errors import CostModelError
@@ -23,7 +23,7 @@ Rows = Mapping[str, Fraction]
 PRECISIONS = ("bfloat16", "bfloat16-autocast", "float32")
 """Precision of forward: bfloat16 throughout, autocast's mixture over float32 weights, or float32."""
 
-FILE = Path(__file__).parent / "saved_activations.json"
+_FILE_NAME = "saved_activations.json"  # in each folder of ledgers
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +111,12 @@ def shipped_activations(name: str, precision: str) -> SavedActivations:
 
 
 def save(name: str, traced: Mapping[str, list[Any]]) -> None:
-    """Put what was traced of a model into the shipped file, one line an entry, so that changes read well in a diff."""
-    models = {**(_shipped() if FILE.exists() else {}), name: traced}
+    """Put what was traced of a model into its folder's file, one line an entry, so that changes read well in a diff."""
+    file = folder_of(name) / _FILE_NAME
+    models = {**(json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}), name: traced}
     _shipped.cache_clear()
     parts = [f' "{model}": {_lines(precisions)}' for model, precisions in sorted(models.items())]
-    FILE.write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")
+    file.write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")
 
 
 def _lines(precisions: Mapping[str, list[Any]]) -> str:
@@ -128,8 +129,8 @@ def _lines(precisions: Mapping[str, list[Any]]) -> str:
 
 @cache
 def _shipped() -> dict[str, dict[str, list[Any]]]:
-    data: dict[str, dict[str, list[Any]]] = json.loads(FILE.read_text(encoding="utf-8"))
-    return data
+    files = dict.fromkeys(folder_of(name) / _FILE_NAME for name in shipped_models())
+    return {name: rows for file in files for name, rows in json.loads(file.read_text(encoding="utf-8")).items()}
 
 
 def _parts(block: SavedBlock) -> tuple[Rows, ...]:

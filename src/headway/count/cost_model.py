@@ -91,7 +91,7 @@ class CostModel:
         return frozenset(drivers.tower(row.driver) for row in self.rows)
 
     @cached_property
-    def draws(self) -> bool:
+    def has_latents(self) -> bool:
         """True if any row counts latent patches."""
         return "latents" in self.towers
 
@@ -227,10 +227,10 @@ class CostModel:
                 f"The workload has splits, runs of tokens that see each other in full, and {self.name} takes none: its "
                 "own mask is what its code says. `with_splits` counts it under the mask of the splits."
             )
-        if workload.latent_patches and not self.draws:
+        if workload.latent_patches and not self.has_latents:
             raise WorkloadError(
-                f"{self.name} draws no images, but the workload holds {workload.latent_patches} latent patches. Leave "
-                "them out, or name a model that draws."
+                f"{self.name} takes no latents, but the workload holds {workload.latent_patches} latent patches. Leave "
+                "them out, or name a model that takes some."
             )
 
         # whatever comes in lengths, such as audio, and the sources of an encoder, which the text reads

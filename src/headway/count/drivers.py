@@ -5,7 +5,7 @@ four into one), `text_tokens/4` (tokens that stand for no such patches), `pairs:
 `patch_pairs:frame`, `patch_pairs:window:8`.
 A model that denoises latents may join them with a text, its sources: `joint` counts the tokens of both, `pairs:joint`
 the pairs of full attention over both, and `patch_pairs:merged:4` the pairs within a frame whose patches were merged.
-Where a model draws images, `latents` counts latent patches, each a token; `drawn` those that come from noise;
+Where a model denoises latents among its tokens, `latents` counts latent patches, each a token; `drawn` the noised ones;
 `understood` the tokens that are no latent patches; `supervised` the tokens whose next token is learnt.
 Where images and videos have towers of their own, `image_` or `video_` stands before a driver of patches or frames.
 A kind of input that comes in lengths, such as audio, has drivers that begin with its name: `audio` counts frames,

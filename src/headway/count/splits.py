@@ -7,7 +7,7 @@ A segment is a list of runs, each with a mode:
 * `noise`: as full, but no token of another run sees it: a noised image must not be read by what follows;
 * `branch`: as causal, but no token of another run sees it: one of several answers to the same prompt.
 
-A segment without runs is one causal run. Source: the samples of Bagel (ByteDance-Seed/Bagel, data/data_utils.py);
+A segment without runs is one causal run. A noise run is a noised image of a model that denoises beside its text;
 PaliGemma's prefix is a full run before a causal one, and the blocks of block diffusion (Arriola et al. 2025) are a
 noise run, then the same block as a full run. A preference is its prompt as a causal run, then a branch per answer.
 """
@@ -27,8 +27,6 @@ IS_CAUSAL = np.array([True, False, False, True])
 """Modes of runs whose tokens see, of their own run, only the tokens up to themselves."""
 IS_VISIBLE = np.array([True, True, False, False])
 """Modes of runs that later runs of the segment see."""
-MODE_OF_PART = {"text": "causal", "read": "full", "reference": "full", "draw": "noise"}
-"""Modes of the runs that a sample's parts are: text, images that are read or referred to, images that are drawn."""
 
 NO_RUNS: Ints = np.zeros((0, 2), dtype=np.int64)
 NO_RUNS.flags.writeable = False

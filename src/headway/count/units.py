@@ -98,9 +98,9 @@ def _outer_unit(number: int, parameter: Parameter, cost_model: CostModel, head: 
 def unit_of_tower(component: str, cost_model: CostModel) -> str:
     """Name the unit of what is outside of blocks: that of the tower, or the root.
 
-    What leads from the tower to the text is in the tower, but where a model draws beside it.
+    What leads from the tower to the text is in the tower, but where latents are beside it.
     """
-    inside = component.startswith("vision.") and not (cost_model.draws and component == "vision.merger")
+    inside = component.startswith("vision.") and not (cost_model.has_latents and component == "vision.merger")
     return "(vision)" if inside else "(root)"
 
 

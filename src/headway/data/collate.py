@@ -49,7 +49,7 @@ class FamilyInputs(ABC):
         """The same with every tensor changed: moved, or pinned."""
 
     @abstractmethod
-    def noised(self, origins: Sequence[Origin], seed: int, step: int, shift: float | None = None) -> "FamilyInputs":
+    def noised(self, origins: Sequence[Origin], seed: int, step: int) -> "FamilyInputs":
         """The same with a step's noise; arguments as `Batch.noised`."""
 
     @abstractmethod
@@ -184,14 +184,14 @@ class Batch:
 
         self._map_tensors(keep)
 
-    def noised(self, seed: int, step: int, shift: float | None = None) -> "Batch":
-        """The same pack with a step's noise, where it has anything to draw; see `FamilyInputs.noised`."""
+    def noised(self, seed: int, step: int) -> "Batch":
+        """The same pack with a step's random numbers, where its family takes any; see `FamilyInputs.noised`."""
         if self.family_inputs is None:
             return self
-        return replace(self, family_inputs=self.family_inputs.noised(self.origins, seed, step, shift))
+        return replace(self, family_inputs=self.family_inputs.noised(self.origins, seed, step))
 
     def dealt(self, group: ProcessGroup | None) -> "Batch":
-        """This process's part of a pack that draws and that a group shares; models cut other packs themselves."""
+        """This process's part of a shared pack that a family laid out; models cut other packs themselves."""
         if self.family_inputs is None or group is None:
             return self
         inputs = {"input_ids": self.input_ids_1T, "position_ids": self.position_ids_R1T[0]}

@@ -42,6 +42,7 @@ from headway.errors import foreign
 from headway.models.load import Processor, RopeIndex
 from headway.models.losses import IGNORED
 from headway.models.pixel_patches import Scale
+from headway.packing.parts import Dropout
 from headway.packing.pieces import runs_of
 
 _VERSION = 4  # version of encoding; raised when the same settings come to mean other tokens
@@ -129,6 +130,31 @@ class Encoder:
         if sizes not in self._resized:
             self._resized[sizes] = self.media.resized(sizes)
         return self._resized[sizes]
+
+    def dropout(self, seed: int) -> Dropout | None:  # noqa: ARG002 - of encoders that have conditions
+        """Conditions of samples that are left out at random by a seed; None where all samples stay whole."""
+        return None
+
+    def without_conditions(self, sample: EncodedSample, dropout: Dropout | None, epoch: int) -> EncodedSample:  # noqa: ARG002
+        """Leave conditions out of a sample as they are in an epoch; arguments as `lengths_without_conditions`."""
+        return sample
+
+    def lengths_without_conditions(
+        self,
+        lengths: SampleLengths,
+        origin: Origin,  # noqa: ARG002
+        dropout: Dropout | None,  # noqa: ARG002
+        epoch: int,  # noqa: ARG002
+    ) -> SampleLengths:
+        """The lengths of what `without_conditions` leaves of a sample.
+
+        Args:
+            lengths: of the whole sample.
+            origin: where it came from.
+            dropout: of its conditions, as `dropout` gives it.
+            epoch: how often it has played before.
+        """
+        return lengths
 
     def encode(self, sample: Sample) -> EncodedSample:
         """Encode a sample for training.

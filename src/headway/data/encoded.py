@@ -43,7 +43,7 @@ class EncodedSample:
         answers: length of each answer of a preference, the best first; else empty [tokens].
         prompt: what stands before all answers once; 0 where each has the prompt before it, as part of it [tokens].
         desirable: whether each of the answers is wished for; empty where they are compared with each other.
-        parts: of what the sample is made, for a model that draws; empty for others.
+        parts: of what the sample is made, of families with parts; empty for others.
         drawn_images: images whose latents are drawn or referred to, -1 to 1, shape (3, height, width) each.
     """
 

@@ -7,6 +7,7 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from headway.config import TrainConfig
+from headway.config.sections import Section
 from headway.count import CostModel
 from headway.data.collate import Collator
 from headway.data.encode import Encoder
@@ -79,16 +80,17 @@ def settings_of_strangers(processor: Any) -> AbstractContextManager[None]:
     )
 
 
-def family_encoder(processor: Any, config: Any, **limits: int) -> Encoder | None:
+def family_encoder(processor: Any, config: Any, settings: Section | None = None, **limits: int) -> Encoder | None:
     """Make the encoder that a family of models brings; None for a model without one.
 
     Args:
         processor: the model's processor or tokenizer.
         config: its configuration.
+        settings: of the family in training; None for none.
         **limits: `max_image_pixels` and `max_characters`, as `Encoder` takes them.
     """
     make = family_hook(config, "encoder")
-    return None if make is None else make(processor, config, **limits)
+    return None if make is None else make(processor, config, settings=settings, **limits)
 
 
 def prepare_encoder(

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from headway.errors import ConfigError
+from headway.plugins import lays_out_packs
 
 _SHOWN = 3  # tokens that an error names
 
@@ -114,13 +115,16 @@ def new_ids(model: str, tokens: NewTokens) -> NewIds:
         tokens: at least one.
 
     Raises:
-        ConfigError: as `NewTokens.add_to`, or a model that draws.
+        ConfigError: as `NewTokens.add_to`, or a model whose family writes tokens of its own.
         UnknownModelError, CheckpointError: the model cannot be opened.
     """
     from headway.models.load import load_config, load_processor
     from headway.models.new_rows import embedding_rows
 
     config = load_config(model)
-    if getattr(config, "draws", False):
-        raise ConfigError("model.new_tokens cannot be added to a model that draws images. Leave them out.")
+    if lays_out_packs(config):
+        raise ConfigError(
+            f"model.new_tokens cannot be added to a model of type {config.model_type!r}, whose family writes texts "
+            "between tokens of its own. Leave them out."
+        )
     return tokens.add_to(load_processor(model), embedding_rows(config))

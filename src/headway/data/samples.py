@@ -337,8 +337,8 @@ class SampleLengths:
         media: sizes of the items of each kind that there is, by the names of `headway.count.modalities`: (t, h, w) of
             each image or video [patches], feature frames of each sound [frames].
         segments: length of each view of a chat that has several, which do not see each other; else empty [tokens].
-        parts: of what the sample is made, by the columns of `headway.packing.parts`, for a model that draws.
-        key: `Origin.key`, for a model that draws; 0 for others.
+        parts: of what the sample is made, by the columns of `headway.packing.parts`, of families with parts.
+        key: `Origin.key`, of families with parts; 0 for others.
         targets: runs of the targets, each from its first place to one past its last [tokens].
         num_answers: how many answers of a preference there are; 0 of other samples.
         prompt: of a preference, tokens that may stand before its answers once; 0 where there are none [tokens].

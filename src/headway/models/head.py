@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
+from headway.config.sections import Section
 from headway.errors import ConfigError, TrainingError
 from headway.models.blocks import body_of, decoder_of
 from headway.models.losses import (
@@ -34,6 +35,7 @@ from headway.models.losses import (
     module_losses,
 )
 from headway.models.scores import SCORE, is_scorer
+from headway.plugins import family_hook
 
 _TRIED = (-40.0, -7.0, -1.0, -0.01, 0.0, 0.01, 1.0, 7.0, 40.0, 1e9)  # logits that the model is tried with
 
@@ -110,7 +112,7 @@ class ModelWithLoss(ABC):
 
 
 def model_with_loss(
-    model: PreTrainedModel, *, chunk: int | None, liger: bool = False, flow_weight: float = 1.0
+    model: PreTrainedModel, *, chunk: int | None, liger: bool = False, family: Section | None = None
 ) -> ModelWithLoss:
     """Choose how the losses of a model are computed.
 
@@ -118,17 +120,19 @@ def model_with_loss(
         model: with a language head; its output layer's forward is replaced on this instance if there are chunks.
         chunk: slots whose logits are in memory at a time [slots]; None for all of a pack at once.
         liger: whether Liger Kernel computes the chunks of a plain layer, whose size is then its own choice.
-        flow_weight: factor on the loss of drawn images, for a model that draws.
+        family: settings of the model's own family; None for none.
 
     Raises:
         ConfigError: chunks were asked for, and the model does to its logits what is not known here.
     """
     if is_scorer(model.config):
         return ScoreLosses(model)
-    if not getattr(model, "draws", False):
+    around = family_hook(model.config, "losses")
+    if around is None:
         return WholeLogits(model) if chunk is None else ChunkedLoss(model, chunk, liger=liger)
     words = WholeLogits(model) if chunk is None else ChunkedLoss(model, chunk, liger=liger, after=AfterHead())
-    return LossOfDrawing(words, flow_weight)
+    losses: ModelWithLoss = around(words, family)
+    return losses
 
 
 class WholeLogits(ModelWithLoss):
@@ -268,36 +272,6 @@ class ScoreLosses(ModelWithLoss):
         self._scores.append(scores_L.to(torch.promote_types(scores_L.dtype, torch.float32)))
         # The model picks one score by its slot in the whole pack, and this process may have only a part of the slots.
         return (0.0 * scores_1L1.sum()).expand(1, self._slots, 1)
-
-
-class LossOfDrawing(ModelWithLoss):
-    """Losses of a model that draws: of supervised tokens, on which alone it runs its head, and of drawn patches.
-
-    Args:
-        words: computes the loss of tokens.
-        flow_weight: factor on the mean squared error of the flow's velocity.
-    """
-
-    def __init__(self, words: ModelWithLoss, flow_weight: float = 1.0) -> None:
-        super().__init__(words.model)
-        self._words, self._flow_weight = words, flow_weight
-
-    def run(self, inputs: dict[str, Any], labels_T: torch.Tensor, options: LossOptions) -> tuple[PackLoss, Any]:
-        """Run the model; see `ModelWithLoss`."""
-        # words are judged on the slots that the head ran on; all others are right and lose nothing
-        slots_S = inputs["understood_slots"][inputs["supervised_rows"]]
-        loss, output = self._words.run(inputs, labels_T[slots_S], options)
-        loss_T = loss.loss_T.new_zeros(len(labels_T)).index_copy(0, slots_S, loss.loss_T)
-        right_T = None
-        if loss.right_T is not None:
-            right_T = torch.ones_like(loss_T, dtype=torch.bool).index_copy(0, slots_S, loss.right_T)
-        if output.flow is None:
-            return PackLoss(loss.total, loss_T, right_T), output
-        # drawn patches by the error of their velocity
-        wide = torch.promote_types(output.flow.dtype, torch.float32)
-        drawn_K = (output.flow.to(wide) - output.flow_target.to(wide)).square().mean(-1)
-        total = loss.total + self._flow_weight * drawn_K.sum() / options.per_drawn
-        return PackLoss(total, loss_T, right_T, drawn_K.detach()), output
 
 
 def what_follows(model: PreTrainedModel, layer: nn.Module) -> AfterHead:

@@ -3,7 +3,7 @@
 import inspect
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 import transformers
 from safetensors import SafetensorError, safe_open
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoImageProcessor,
     AutoModelForCausalLM,
@@ -49,7 +50,7 @@ from headway.models.rotary import count_by_segment, rotate_by_segment
 from headway.models.scores import SCORE_WEIGHT, initialise_score, is_scorer, scoring_config
 from headway.models.video import video_processor
 from headway.models.waits import answer_ahead
-from headway.plugins import register_families
+from headway.plugins import register_families, where_to_find
 from headway.tracing.build import preset_config
 
 Spec = str | Path | PreTrainedConfig
@@ -93,6 +94,7 @@ def load_config(name_or_path: str | Path) -> PreTrainedConfig:
     except BaseException as error:  # whatever transformers raises on a stranger's file
         reraise_own(error)
         _refuse_code(name, error)
+        _refuse_stranger(name, error)
         if path.exists():
             raise CheckpointError(
                 f"The configuration in {path} cannot be read: {first_line(error)}. Fix the file, or save it anew with "
@@ -100,6 +102,18 @@ def load_config(name_or_path: str | Path) -> PreTrainedConfig:
             ) from error
         raise _unreachable(name, error) from error
     return config
+
+
+def _refuse_stranger(name: str, error: BaseException) -> None:
+    """Say of a configuration whose type nothing here knows that a plug-in may bring it."""
+    model_type = ""
+    with suppress(OSError, ValueError, AttributeError):  # of no configuration the first error tells
+        model_type = str(PreTrainedConfig.get_config_dict(name)[0].get("model_type") or "")
+    if model_type.isidentifier() and model_type not in CONFIG_MAPPING:
+        raise UnknownModelError(
+            f"{name} is a model of type {model_type!r}, which neither transformers nor an installed plug-in knows. "
+            f"{where_to_find(model_type)}"
+        ) from error
 
 
 def named_config(name: str) -> PreTrainedConfig:

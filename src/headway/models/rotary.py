@@ -25,6 +25,7 @@ from headway.errors import ConfigError
 from headway.models.parallel.exchange import Split
 from headway.models.recurrent import names_read
 from headway.models.waits import RunningPack, running_pack
+from headway.plugins import lays_out_packs
 
 _FAR = 2**30  # a position beyond every original length
 
@@ -44,7 +45,7 @@ def rotate_by_segment(model: PreTrainedModel) -> None:
     for module in list(model.modules()):
         if (function_of := _reader_of_rows(module)) is not None:
             # A block that is computed again in backward is not told of its pack, nor is a model that lays out its own.
-            is_blind = id(module) in inside or getattr(model, "draws", False)
+            is_blind = id(module) in inside or lays_out_packs(model.config)
             vars(module)["forward"] = _refusing if is_blind else _by_segment(module.forward, function_of)
 
 

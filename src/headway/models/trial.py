@@ -33,6 +33,7 @@ from headway.models.load import load_model, rope_index, without_advice
 from headway.models.recurrent import run_apart
 from headway.models.scores import SCORE, is_scorer
 from headway.models.tiny import LENGTH, SPECIAL, lengths_of, tiny_configs
+from headway.plugins import lays_out_packs
 from headway.tracing.build import subconfigs, twin_of_model
 from headway.tracing.inputs.model_inputs import Inputs
 from headway.version import __version__
@@ -81,7 +82,7 @@ def try_packs(model: PreTrainedModel, *, tokens: float = math.inf, is_shared: bo
     Raises:
         ConfigError: a token sees what is not to be seen, the model cannot run packs, or several processes cannot.
     """
-    if getattr(model, "draws", False):  # a family of its own, which lays out its own packs
+    if lays_out_packs(model.config):
         return ()
     name, verdict = type(model).__name__, _verdict(model, tokens)
     if verdict.mode == "refused":

@@ -19,6 +19,7 @@ from transformers.vision_utils import (
     get_vision_window_index,
 )
 
+from headway.plugins import family_hook
 from headway.tracing.build import subconfigs
 
 # Vision configurations whose towers, and the models around them, take everything ready-made: what their classes call
@@ -102,8 +103,8 @@ def vision_tower(model: PreTrainedModel) -> PreTrainedModel | None:
 
 def tower_of_all(model: PreTrainedModel) -> torch.nn.Module | None:
     """The vision tower that runs on a pack of every process or of none, by blank images; None without such a one."""
-    hf_model: Any = model
-    return hf_model.vit_model if getattr(model, "draws", False) else vision_tower(model)
+    of_family = family_hook(model.config, "vision_tower")
+    return vision_tower(model) if of_family is None else of_family(model)
 
 
 def patch_size_of(config: PreTrainedConfig) -> int | None:

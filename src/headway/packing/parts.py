@@ -17,12 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.count import CostModel, Workload
-from headway.count.splits import MODE_OF_PART
 from headway.packing.order import key_of, mixed
 
 Kind = Literal["text", "read", "reference", "draw"]
 Numbers = NDArray[Any]
 
+MODE_OF_PART = {"text": "causal", "read": "full", "reference": "full", "draw": "noise"}
+"""Modes of the runs that a sample's parts are, in `headway.count.splits`."""
 KINDS = tuple(MODE_OF_PART)
 """Kinds of parts, by the numbers that stand for them."""
 COLUMNS = ("kind", "tokens", "supervised", "rows", "columns")

@@ -1,6 +1,5 @@
 """Read a run folder and make the sections of its report: tables, charts and settings."""
 
-import base64
 import json
 import re
 import shlex
@@ -16,6 +15,7 @@ from headway.files import open_plain
 from headway.log.held_out import HeldOutTally
 from headway.log.jsonl import as_object
 from headway.log.run_files import METRICS
+from headway.plugins import hooks_of_all
 from headway.report import format_bytes, format_flops, format_rate, format_share
 from headway.report.bars import bar_chart, heat_strip
 from headway.report.charts import ChartMark, DrawnLine, line_chart
@@ -30,7 +30,6 @@ _BASE64 = re.compile(r"[A-Za-z0-9+/=]{100,40000}")
 _SEEN = 0.01  # of the time or the FLOPs; less stands in the table alone
 _UNPROFILED = "Records tell no time of components; a profile does."
 _MOST_RANKS, _MOST_SOURCES = 64, 12
-_LARGEST_PICTURE = 100_000  # drawn.png of a larger size stays out of the page [bytes]
 _MOST_ANSWERS, _LONGEST_ANSWER = 12, 400  # of the last evaluation [characters]
 
 
@@ -51,7 +50,7 @@ def folder_sections(
     if folder is None:
         return {"Speed and memory": ranks, "Data": sources}
     return {
-        "Learning": [_evaluations(folder, records), _answers(folder), _drawn(folder)],
+        "Learning": [_evaluations(folder, records), _answers(folder), *_of_families(folder)],
         "Speed and memory": [_times(folder, records), *ranks, _memory(folder)],
         "Data": sources,
         "The run": [_restarts(folder), _conventions(folder)],
@@ -291,17 +290,9 @@ def _is_picture(value: object) -> bool:
     return isinstance(value, str) and value.startswith("/9j/") and _BASE64.fullmatch(value) is not None
 
 
-def _drawn(folder: Path) -> ReportSection:
-    """Digits that the drawing demo had its model draw, and who read them as what was asked for."""
-    judged, picture = _object(folder / "drawn.json"), folder / "drawn.png"
-    digits = _mapping(judged.get("digits"))
-    if not digits or not picture.is_file() or picture.stat().st_size > _LARGEST_PICTURE:
-        return _NOTHING
-    data = base64.b64encode(picture.read_bytes()).decode()
-    columns = ("asked", "classifier", "itself")
-    rows = [[name, *(str(_mapping(of).get(column, "")) for column in columns)] for name, of in digits.items()]
-    headings = ("digit", "drawn", "read so by a classifier", "read so by the model")
-    return ReportSection("Drawn", headings, rows, image=data)
+def _of_families(folder: Path) -> list[ReportSection]:
+    """Sections of what installed families of models have left in a run's folder."""
+    return [section for sections in hooks_of_all("sections") for section in sections(folder)]
 
 
 def _lines(path: Path, holding: bytes = b"") -> list[dict[str, Any]]:

@@ -173,7 +173,7 @@ def _of_activations(
             sent = attention.sent(pack, sharing.sequence, unit)
             yield from through(attention.block, sent["tokens for heads"], sent["gradients of heads"], sharing.sequence)
             yield from through(attention.block, sent["heads for tokens"], sent["gradients of tokens"], sharing.sequence)
-        merged = 0 if cost_model.draws else _merged_width(cost_model)  # a patch's token is where the patch is
+        merged = 0 if cost_model.has_latents else _merged_width(cost_model)  # a patch's token is where the patch is
         if merged and pack.patches:  # every process is given all visual tokens, and gradients come back
             tokens = pack.patches // cost_model.merge_group
             local = -(-tokens // sharing.sequence)

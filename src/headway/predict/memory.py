@@ -206,9 +206,9 @@ def _between(
     chosen = chosen_blocks(state.recompute, cost_model, saved)
     casts = kept_casts(cost_model, saved, chosen) * state.compute_bytes if _casts(state, sharing) else 0
 
-    # processes that share a pack of a model that draws are each given their own patches; others cut all of them
+    # processes that share a pack with latents are each given their own patches; others cut all of them
     pixels = pixel_bytes(cost_model, pack, state.compute_bytes)
-    batch = -(-pixels // sharing.sequence) if cost_model.draws else pixels
+    batch = -(-pixels // sharing.sequence) if cost_model.has_latents else pixels
     # FSDP2 (`Unit`): root and head stay whole, and the buffer of forward's last gathering lies beside its copy
     last_buffer = ends.head_unit.gathered or (blocks[-1].unit.gathered if blocks else 0)
     gathered = ends.root + ends.head_unit.gathered + last_buffer

@@ -5,8 +5,9 @@ follow each other by a fixed rule most of the time, so that there is something t
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from PIL import Image
@@ -16,6 +17,8 @@ from headway.packing.budget import square_grid
 from headway.packing.lengths import Mix
 from headway.words import Argument
 
+Message: TypeAlias = dict[str, Any]
+"""A turn of a chat, as a row of JSON has it."""
 # One token each for a tokenizer that learned from them, and a space.
 WORDS = tuple(f"{onset}{rime}" for onset in "bdfgklmnprst" for rime in ("al", "en", "ir", "om", "ut"))
 _RULE = 0.9  # share of the words that follow from the one before
@@ -44,7 +47,7 @@ def write_small_data(
     patch_size: int,
     merge_size: int,
     seed: int,
-    draws: bool = False,
+    change: Callable[[list[Message], int], list[Message]] | None = None,
 ) -> Path:
     """Write made-up samples of a mix.
 
@@ -57,7 +60,7 @@ def write_small_data(
         patch_size: side of a vision patch [pixels]; 1 where there is no vision.
         merge_size: patches per side that one token stands for [patches].
         seed: of everything random.
-        draws: whether every other sample with an image asks for it instead of showing it.
+        change: makes of a sample's messages, and its number, those that the model's family trains on; None for them.
 
     Returns:
         The file of samples.
@@ -86,13 +89,8 @@ def write_small_data(
                 count = max(2, min(int(words[row]), room))
                 content.append({"type": "text", "text": _sentence(count // 2, rng)})
                 answer = _sentence(count - count // 2, rng)
-                messages = [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
-                # every other sample asks for its first image instead of showing it
-                if draws and row % 2 and len(content) > 1:
-                    messages = [
-                        {"role": "user", "content": content[-1:]},
-                        {"role": "assistant", "content": content[:1]},
-                    ]
+                turns: list[Message] = [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
+                messages = turns if change is None else change(turns, row)
                 file.write(json.dumps({"messages": messages}) + "\n")
     except OSError as error:
         raise DataError(

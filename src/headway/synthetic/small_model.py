@@ -16,11 +16,11 @@ from headway.data.chat import stop_ids_of
 from headway.data.stops import with_stops
 from headway.errors import ConfigError
 from headway.models.load import load_processor
+from headway.plugins import family_hook, lays_out_packs
 from headway.synthetic.processor import write_processor, write_sound_processor, write_tokenizer
 from headway.tracing.build import with_layers
 
 EXPERTS, EXPERTS_PER_TOKEN = 8, 2
-_NORM_GROUPS = 8  # of a small autoencoder's norms
 _WIDTH_STEP = 16  # widths are multiples of it, as kernels like them
 
 _PROCESSORS = {
@@ -83,7 +83,7 @@ def write_small_model(
     # a tokenizer alone, or a processor with the model's own patches and merging, or bands of sound
     if vision is None and audio is not None and processor_class(config):
         write_sound_processor(folder, texts, num_mel_bins=audio.num_mel_bins, vocab_size=vocab_size)
-    elif vision is None or getattr(config, "draws", False):
+    elif vision is None or lays_out_packs(config):  # whose encoder takes a tokenizer
         write_tokenizer(folder, texts, vocab_size=vocab_size)
     else:
         write_processor(
@@ -154,9 +154,8 @@ def small_config(config: PreTrainedConfig, vocabulary: int, shape: Shape = SMALL
         _shrink_vision(small.vision_config, old_vision, text.hidden_size, shape)
     if getattr(config, "audio_config", None) is not None:
         _shrink_audio(small.audio_config, shape)
-    if getattr(small, "vae_config", None):
-        small.vae_config = _small_vae(small.vae_config)
-    shrunk: PreTrainedConfig = small
+    of_family = family_hook(config, "small_config")
+    shrunk: PreTrainedConfig = small if of_family is None else of_family(small)
     return shrunk
 
 
@@ -226,12 +225,6 @@ def _shrink_audio(small: Any, shape: Shape) -> None:
     old_width, small.encoder_attention_heads = small.d_model, min(shape.vision_heads, small.encoder_attention_heads)
     small.d_model = small.encoder_attention_heads * shape.head_dim
     small.encoder_ffn_dim = _width(small.encoder_ffn_dim * small.d_model / old_width)
-
-
-def _small_vae(config: dict[str, Any]) -> dict[str, Any]:
-    """Shrink an autoencoder to a sixteenth of its channels; its levels and latent channels stay."""
-    widths = [max(_NORM_GROUPS, width // 16) for width in config["block_out_channels"]]
-    return {**config, "block_out_channels": widths, "norm_num_groups": _NORM_GROUPS}
 
 
 def _places(count: int, depth: int) -> list[int]:

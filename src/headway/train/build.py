@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from headway.checkpoint import Checkpoint, refuse_half_written
 from headway.config import TrainConfig
+from headway.config.model import family_settings
 from headway.count import CostModel
 from headway.count.recompute import choice_in_words
 from headway.count.rows import Parameter
@@ -121,7 +122,7 @@ def build_trained(
         model,
         chunk=config.speed.loss_chunk,
         liger=config.speed.kernels == "liger",
-        flow_weight=config.model.drawing.flow_weight,
+        family=family_settings(config.model.family, model.config),
     )
     if precision.is_float8:
         notes += (f"{len(use_float8(model, cost_model))} linear layers multiply in float8",)

@@ -88,7 +88,7 @@ def open_feed(
             raise CheckpointError(refusal(clauses))
     bad = bad_samples(config)
     collator = make_collator(data, encoder, model, ranks, tuple(source.name for source in sources))
-    dropout = config.model.drawing.dropout(config.run.seed)
+    dropout = encoder.dropout(config.run.seed)
     objective = objective_of(config.objective_name)
     rule_of = None if objective is None else objective.hook("rows")
     rule = RowRule() if rule_of is None else rule_of(config.objective_section)

@@ -34,6 +34,7 @@ from headway.checkpoint.folder import BEST, JUDGES_AVERAGE, OBJECTIVE
 from headway.checkpoint.spelling import keep_spelling
 from headway.config import ParallelConfig, TrainConfig
 from headway.config.advice import warnings
+from headway.config.model import family_settings
 from headway.config.sections import changed
 from headway.count.recompute import with_head
 from headway.data import Encoder
@@ -62,6 +63,7 @@ from headway.models.router import RouterLoad
 from headway.models.vision import vision_geometry
 from headway.optim import Optimizer, WeightAverage, make_optimizer
 from headway.packing.mesh import MeshShape
+from headway.plugins import lays_out_packs
 from headway.report import format_count
 from headway.stores import shown
 from headway.train.agreement import agree, agreed_files, model_facts, settings_facts
@@ -184,7 +186,6 @@ def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folde
     phase.at("building the model")
     _seed_everything(config.run.seed)  # the same on every rank, which gives the same random weights
     trained = build_trained(config, mesh, checkpoint, precision, device)
-    _check_drawing(config, trained.model)
     encoder, trained, apart = _with_encoder(config, trained, checkpoint)
     model, cost_model = trained.model, trained.cost_model
     optimizer = make_optimizer(model, config.optim, cost_model, ranks)
@@ -389,13 +390,6 @@ def _best_so_far(config: TrainConfig, position: Mapping[str, Any]) -> BestEvalua
     return best
 
 
-def _check_drawing(config: TrainConfig, model: PreTrainedModel) -> None:
-    """Refuse `model.drawing` for a model that draws no images."""
-    idle = sorted(changed(config.model.drawing))
-    if idle and not getattr(model, "draws", False):
-        raise ConfigError(f"model.drawing.{idle[0]} has no effect: {model_name(model)} draws no images. Take it out.")
-
-
 def _sequence_group(mesh: Mesh | None) -> ProcessGroup | None:
     return None if mesh is None or mesh.sequence is None else mesh.sequence.get_group()
 
@@ -473,10 +467,10 @@ def _with_encoder(
 def _encoder(config: TrainConfig, model: PreTrainedModel, checkpoint: Checkpoint | None) -> Encoder:
     """The encoder of a run, by its chat template: the one that it began with."""
     settings = ProcessorSettings.of(**config.of_processor())
-    if settings.chats != ChatSettings() and getattr(model, "draws", False):
+    if settings.chats != ChatSettings() and lays_out_packs(model.config):
         raise ConfigError(
-            "model.chat_template and model.chat_template_kwargs have no effect on a model that draws: its "
-            "texts stand between tokens of its own. Leave them out."
+            f"model.chat_template and model.chat_template_kwargs have no effect on {model_name(model)}, whose family "
+            "writes texts between tokens of its own. Leave them out."
         )
     processor = load_processor(config.model.path)
     settings.write_into(processor, embedding_rows(load_config(config.model.path)))
@@ -487,6 +481,7 @@ def _encoder(config: TrainConfig, model: PreTrainedModel, checkpoint: Checkpoint
         model,
         max_image_pixels=config.data.max_image_pixels,
         max_characters=config.data.max_characters,
+        family=family_settings(config.model.family, model.config),
     )
 
 

@@ -19,7 +19,7 @@ from headway.models.load import named_config
 from headway.models.parallel.ranks import join_ranks
 from headway.models.precision import choose_device
 from headway.packing.lengths import MIXES
-from headway.plugins import objective_of
+from headway.plugins import family_hook, objective_of
 from headway.synthetic.small_data import vocabulary_texts, write_small_data
 from headway.synthetic.small_model import EXPERTS, write_small_model
 from headway.train.run_folder import refuse_existing_run
@@ -142,7 +142,7 @@ def write_small(small: Small) -> None:
             longest=data.tokens_per_pack // (1 if make_rows is None else 2),  # rows of the objective have two answers
             patch_size=patch_size,
             merge_size=merge_size,
-            draws=getattr(small.source, "draws", False),
+            change=family_hook(small.source, "small_chat"),
             seed=small.config.run.seed,
         )
         if make_rows is not None:

@@ -1,10 +1,13 @@
-"""Cost models that ship with the package, one JSON file each, and the configurations that they were traced from.
+"""Cost models that ship, one JSON file each, and the configurations that they were traced from.
+
+A family of models that is installed beside the package brings a folder of the same files.
 
 `tools/shipped_models.py` traces them again (torch and transformers needed); a test does so and compares.
 """
 
 import difflib
 import json
+import re
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -13,6 +16,7 @@ from typing import Any
 from headway.count.cost_model import CostModel
 from headway.errors import UnknownModelError
 from headway.hub import is_model_here
+from headway.plugins import hooks_of_all, where_to_find
 
 FOLDER = Path(str(resources.files(__name__)))
 
@@ -42,25 +46,48 @@ _OWNERS: dict[str, dict[str, tuple[str, ...]]] = {
         "mistral-7b-v0.1": ("Mistral-7B-v0.1", "Mistral-7B-Instruct-v0.1"),
         "mixtral-8x7b": ("Mixtral-8x7B-v0.1", "Mixtral-8x7B-Instruct-v0.1"),
     },
-    "ByteDance-Seed": {"bagel-7b-mot": ("BAGEL-7B-MoT",)},
     "openai": {"gpt-oss-20b": ("gpt-oss-20b",), "gpt-oss-120b": ("gpt-oss-120b",)},
     "openai-community": {"gpt2": ("gpt2",)},
     "deepseek-ai": {"deepseek-v2-lite": ("DeepSeek-V2-Lite",), "deepseek-v3": ("DeepSeek-V3",)},
 }
 
-_HUB_NAMES = {
-    f"{owner}/{name}": shipped
-    for owner, models in _OWNERS.items()
-    for shipped, names in models.items()
-    for name in names
-}
+
+@cache
+def hub_names() -> dict[str, str]:
+    """The shipped model that each name on the Hub stands for."""
+    names = {
+        f"{owner}/{name}": shipped
+        for owner, models in _OWNERS.items()
+        for shipped, names in models.items()
+        for name in names
+    }
+    for folder in _folders()[1:]:
+        names |= json.loads((folder / "hub.json").read_text(encoding="utf-8"))
+    return names
+
+
+@cache
+def _folders() -> tuple[Path, ...]:
+    """The folders of ledgers: this one, and those of installed families."""
+    return (FOLDER, *hooks_of_all("ledgers"))
+
+
+@cache
+def folder_of(name: str) -> Path:
+    """The folder that holds the ledger of a shipped model."""
+    return next(folder for folder in _folders() if name in _presets_in(folder))
+
+
+@cache
+def _presets_in(folder: Path) -> dict[str, dict[str, Any]]:
+    data: dict[str, dict[str, Any]] = json.loads((folder / "presets.json").read_text(encoding="utf-8"))
+    return data
 
 
 @cache
 def presets() -> dict[str, dict[str, Any]]:
     """Read the shipped configurations, by model name; each in the form of a `config.json`."""
-    data: dict[str, dict[str, Any]] = json.loads((FOLDER / "presets.json").read_text(encoding="utf-8"))
-    return data
+    return {name: preset for folder in _folders() for name, preset in _presets_in(folder).items()}
 
 
 def shipped_models() -> list[str]:
@@ -81,13 +108,17 @@ def shipped_name(name: str) -> str | None:
         return None
     if name.lower() in presets():
         return name.lower()
-    return _HUB_NAMES.get(name)
+    return hub_names().get(name)
 
 
 def nearest(name: str) -> str:
-    """Say which shipped names come closest to an unknown one."""
+    """Say which shipped names come closest to an unknown one, and which plug-in may bring one of another family."""
     close = difflib.get_close_matches(name.lower(), shipped_models(), n=3, cutoff=0.4)
-    return f"Did you mean {' or '.join(close)}?" if close else "`headway models` lists them."
+    hint = f"Did you mean {' or '.join(close)}?" if close else "`headway models` lists them."
+    first = re.match("[a-z]+", name.lower())
+    if first is None or any(shipped.startswith(first[0]) for shipped in shipped_models()):
+        return hint
+    return f"{hint} {where_to_find(first[0])}"
 
 
 def load_cost_model(name: str) -> CostModel:
@@ -103,4 +134,4 @@ def load_cost_model(name: str) -> CostModel:
 
     if name not in presets():
         raise UnknownModelError(f"no cost model named {name!r} ships with Headway. {nearest(name)}")
-    return storage.load(FOLDER / f"{name}.json")
+    return storage.load(folder_of(name) / f"{name}.json")

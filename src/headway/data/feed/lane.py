@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 from headway.count import CostModel, Workload
 from headway.count.splits import branched
 from headway.data.bad_rows import sample_error
-from headway.data.conditions import lengths_without
 from headway.data.feed.lane_source import LaneSource, ReadPosition
 from headway.data.feed.make import DroppedSample, FinishedPack, PackMaker, Piece, SkippedSample
 from headway.data.pack_times import charged_to
@@ -290,7 +289,7 @@ class Lane:
             self._drop(buffered, 0)
             return
         # What condition dropout leaves of it in this epoch is what a pack takes.
-        lengths = lengths_without(full_lengths, origin, dropout, buffered.position.epoch)
+        lengths = encoder.lengths_without_conditions(full_lengths, origin, dropout, buffered.position.epoch)
         # Media cannot be cut: their patches must fit, and a cut comes behind them and the first token to learn.
         most, fits = budget.tokens, budget.holds(Size(1, full_lengths.patches))
         overlong = streaming.overlong_of(origin.source)

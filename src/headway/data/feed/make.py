@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from headway.data.bad_rows import sample_error
 from headway.data.collate import Batch, Collator
-from headway.data.conditions import sample_without
 from headway.data.encode import Encoder
 from headway.data.encoded import EncodedSample
 from headway.data.pack_times import charged_to, take_charges
@@ -131,7 +130,7 @@ class PackMaker:
         encoder: turns samples into tensors.
         collator: lays them end to end.
         skips: whether a sample that cannot be used is left out and named, instead of ending the run.
-        dropout: of conditions of what is drawn; None where all samples are whole.
+        dropout: of conditions; None where all samples are whole.
         rule: which samples the run's objective learns from, and what it needs beside their tokens.
     """
 
@@ -164,7 +163,9 @@ class PackMaker:
                     sample = read_sample()
                 try:
                     self.rule.check(sample)
-                    full_sample = sample_without(self.encoder.encode(sample), self.dropout, piece.epoch)
+                    full_sample = self.encoder.without_conditions(
+                        self.encoder.encode(sample), self.dropout, piece.epoch
+                    )
                     part = self.rule.marked(part_of(full_sample, piece.start, piece.stop), sample)
                     others.append(self.rule.others(part, sample, self.encoder))
                 except DataError as error:

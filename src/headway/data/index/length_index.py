@@ -85,11 +85,11 @@ class LengthIndex:
             and videos [patches], lengths of sounds [feature frames].
         segments: lengths of each row's views [tokens], of chats that have several; nothing for other rows.
         targets: runs of each row's targets, from the first place to one past the last [tokens].
-        part_lists: of what each row is made, by the columns of `headway.packing.parts`, for a model that draws.
+        part_lists: of what each row is made, by the columns of `headway.packing.parts`, of families with parts.
         num_answers: how many answers each preference has, int32, shape (N,); 0 in other rows.
         prompt: tokens that may stand before all answers once, int32, shape (N,); 0 in other rows.
         branches: where they do, each such row's prompt and answers behind it [tokens]; nothing for other rows.
-        keys: a number for where each row is from, int64, shape (N,); 0 but for a model that draws.
+        keys: a number for where each row is from, int64, shape (N,); 0 but of families with parts.
         bad: why rows cannot be used, by row.
         description: source, fingerprints and versions that the index was made from.
         path: the Parquet file that it was read from; None for one made by hand.

@@ -3,8 +3,8 @@
 `share_packs(model, group)` hooks a model so that `model(**batch.model_inputs())`, called with the same pack by every
 process of the group, gives each the logits of its own slots, `local_slots(batch.slots, group)`. The language model is
 cut behind the embedding, the vision tower behind its pixels (`sequence_vision`); all in between but attention works on
-slots one by one. Nothing of a model's code is replaced. The packs of a model that draws are cut on the CPU, by kinds of
-tokens (`Batch.dealt`): such a model is left as it is.
+slots one by one. Nothing of a model's code is replaced. Packs that a family of models lays out are cut on the CPU
+(`Batch.dealt`): such a model is left as it is.
 
 A process's gradients are what its own slots contribute: summed over the group they are those of the whole pack. What is
 not a pack, generation for one, is left alone: every process of the group computes all of it.
@@ -26,6 +26,7 @@ from headway.models.attention.backend import NAME
 from headway.models.parallel.exchange import split_over
 from headway.models.parallel.sequence_vision import share_patches
 from headway.models.waits import PlacedMask, running_pack
+from headway.plugins import lays_out_packs
 
 _SLOT_AXIS = {"input_ids": 1, "inputs_embeds": 1, "position_ids": -1}
 _DEEPSTACK = ("visual_pos_masks", "deepstack_visual_embeds")
@@ -46,10 +47,10 @@ def share_packs(model: PreTrainedModel, group: dist.ProcessGroup) -> None:
     degree = dist.get_world_size(group)
     if degree == 1:
         return
-    draws = getattr(model, "draws", False)
-    decoder: Any = model if draws else model.get_decoder()  # type: ignore[no-untyped-call]  # transformers leaves it so
+    is_dealt = lays_out_packs(model.config)  # on the CPU, by its family
+    decoder: Any = model if is_dealt else model.get_decoder()  # type: ignore[no-untyped-call]  # transformers leaves it so
     _check_attention(decoder, degree)
-    if draws:
+    if is_dealt:
         return
     parameters = list(inspect.signature(decoder.forward).parameters)
 

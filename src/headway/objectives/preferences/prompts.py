@@ -11,6 +11,7 @@ from headway.models.attention.backend import NAME
 from headway.models.parallel.sequence import mixes_tokens
 from headway.models.rotary import reads_rows
 from headway.objectives.preferences.settings import PreferenceConfig
+from headway.plugins import lays_out_packs
 
 
 def share_prompts(
@@ -49,7 +50,7 @@ def why_apart(model: PreTrainedModel, cost_model: CostModel, encoder: Encoder) -
 
     Branches are runs in a causal mask, so all that mixes tokens of the text must be attention with that mask alone.
     """
-    if getattr(model, "draws", False):
+    if lays_out_packs(model.config):
         return "the model lays out its own packs"
     decoder: Any = model.get_decoder()  # type: ignore[no-untyped-call]  # transformers leaves it so
     config, types = decoder.config.get_text_config(), getattr(encoder.media.processed, "types_name", None)

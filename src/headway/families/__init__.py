@@ -1,1 +1,0 @@
-"""Families of models that transformers does not have, one package each; `headway.plugins` says what they bring."""
