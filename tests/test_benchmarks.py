@@ -157,6 +157,7 @@ def test_the_engine_benchmark_is_run_without_packages_that_its_page_does_not_lis
     assert done.stdout == "['torch', 'pydantic']\n"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_gpt2_runs_with_one_row_and_with_eight_by_both_attentions(tmp_path):
     env = listed_packages(tmp_path / "packages")
@@ -170,6 +171,7 @@ def test_gpt2_runs_with_one_row_and_with_eight_by_both_attentions(tmp_path):
     ]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_engine_benchmark_counts_each_set_up_on_packs_that_are_full(engine_folder):
     record = engine_record(engine_folder)
@@ -185,6 +187,7 @@ def test_the_engine_benchmark_counts_each_set_up_on_packs_that_are_full(engine_f
     assert record["ceiling"]["best_flops_per_s"] >= record["ceiling"]["sustained_flops_per_s"] > 0
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_same_tokens_a_step_run_in_shorter_packs(tmp_path):
     arguments = ("--steps", 1, "--only", "text", "--tokens-per-pack", 20_480, "--accumulation", 4, "--out", tmp_path)
@@ -352,6 +355,7 @@ def test_the_time_of_a_profile_is_set_aside(engine_case, monkeypatch, deadline_s
     assert clock.now_s <= deadline_s
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_engine_benchmark_runs_as_many_layers_as_the_plan_fits_into_the_device(engine_case, monkeypatch, tmp_path):
     engine_memory = importlib.import_module("engine_memory")
@@ -454,6 +458,7 @@ def test_the_script_of_all_gpu_benchmarks_says_what_it_takes(tmp_path):
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_page_of_a_gpu_shows_a_profile_by_line(engine_folder, tmp_path):
     run("gpu_report.py", engine_folder, "-o", tmp_path / "page.html")
