@@ -71,7 +71,7 @@ def test_an_edge_is_imported_by_edges_and_the_command_line_alone(edge, arrows):
 
 def test_imports_make_no_longer_chain_and_no_more_slices_than_they_did(files):
     """Both may fall: DESIGN wants a chain of 22, and no file under 130 lines whose one reader stands beside it."""
-    assert longest_chain({file.name: file.imports for file in files.values()}) <= 39
+    assert longest_chain({file.name: file.imports for file in files.values()}) <= 38
     readers = {
         name: {reader for reader in all_readers if reader in files} for name, all_readers in importers(files).items()
     }
@@ -81,11 +81,11 @@ def test_imports_make_no_longer_chain_and_no_more_slices_than_they_did(files):
         if file.lines < 130 and not file.is_package and len(readers[file.name]) == 1
         if file.name.rpartition(".")[0] == min(readers[file.name]).rpartition(".")[0]
     ]
-    assert len(slices) <= 30
+    assert len(slices) <= 27
 
 
 CLAUSE = re.compile(r"(What|How|Whether|That|When|Which|Why)\b")
-CLAUSES_LEFT = 29  # docstrings that begin with one: none may come
+CLAUSES_LEFT = 24  # docstrings that begin with one: none may come
 
 
 def clauses_in(tree):

@@ -142,7 +142,7 @@ class Batch:
 
     @property
     def num_answers(self) -> tuple[int, ...]:
-        """How many answers each row has; none of a pack without rows that have several."""
+        """Number of answers of each row; none of a pack without rows that have several."""
         return () if self.answers is None else self.answers.counts
 
     @property

@@ -106,7 +106,7 @@ class RowRule:
         sample: Sample,  # noqa: ARG002 - for subclasses
         encoder: Encoder,  # noqa: ARG002 - for subclasses
     ) -> list[EncodedSample]:
-        """What a row gives to a second pack, if there is one."""
+        """Parts that a row gives to a second pack, if there is one."""
         return []
 
     def companions(
