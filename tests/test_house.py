@@ -118,6 +118,20 @@ def test_what_registers_is_imported_by_no_other_room(room, arrows):
     assert {other for other, imported in arrows.items() if room in imported} <= {room}
 
 
+# Answers of which some are better are a kind of row: the data room reads, shows and makes such rows.
+ROWS_OF_ANSWERS = {"cli.index", "cli.look_text", "pages.samples"}
+WORDS_OF_PREFERENCES = re.compile(r"preferenc|preferring|unpaired|\bkto\b|\bdpo\b", flags=re.IGNORECASE)
+
+
+def test_no_file_outside_their_room_knows_preferences(files):
+    """The loop, the settings, plans and commands ask whichever objective is registered; comments and texts included."""
+    for text in ("config.preference", "as DPO does", "Kto", "UnpairedLoss"):
+        assert WORDS_OF_PREFERENCES.search(text)
+    reading = [file for file in files.values() if file.room not in ("objectives", "data", "synthetic")]
+    knowing = {file.name.partition(".")[2] for file in reading if WORDS_OF_PREFERENCES.search(file.text)}
+    assert knowing - ROWS_OF_ANSWERS == set()
+
+
 def test_the_counting_core_knows_no_torch(files):
     counting = [file for file in files.values() if file.room in ("count", "conventions", "packing")]
     assert counting

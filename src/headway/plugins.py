@@ -37,6 +37,7 @@ group. Its `OBJECTIVE` names the section of the configuration that asks for it, 
 | `prepare_encoder` | has the run's encoder lay out packs as the objective needs them; returns lines about it |
 | `forwards` | from configuration and ledger the forward of a model that does not learn, for plans |
 | `small_rows` | makes rows that it learns from of the chats of a small run's file |
+| `suggested` | a `headway.predict.suggest.SuggestedObjective` for samples that it suits, or None |
 
 Nothing of a plug-in is imported before it is asked for, but an objective's settings; no room knows one by name.
 """
@@ -57,7 +58,9 @@ Hook = Literal[
     "register", "inputs", "settings", "encoder", "generator", "losses", "vision_tower", "small_config", "small_chat",
     "ledgers", "conventions", "tool_peaks", "formulas", "commands", "demos", "sections", "objective",
 ]  # fmt: skip
-ObjectiveHook = Literal["section", "objective", "rows", "judge", "prepare_encoder", "forwards", "small_rows"]
+ObjectiveHook = Literal[
+    "section", "objective", "rows", "judge", "prepare_encoder", "forwards", "small_rows", "suggested"
+]
 _GROUP, _OBJECTIVES = "headway.families", "headway.objectives"
 
 

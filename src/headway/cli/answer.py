@@ -290,7 +290,7 @@ def read_prompts(source: str) -> "list[Asked]":
     samples = read_samples(source)
     if not samples:
         raise DataError(f"{source} holds no rows, so there is nothing to answer.")
-    texts = map(best_answered, samples)  # of a preference the best answer is gold
+    texts = map(best_answered, samples)  # of several answers the best is gold
     return [question_of(sample) if isinstance(sample, Chat) else (sample, None) for sample in texts]
 
 

@@ -37,7 +37,7 @@ def flops(
         str | None,
         typer.Option(
             metavar="MODEL",
-            help="A second model that runs forward only on the same segments: DPO's reference, a teacher.",
+            help="A second model that runs forward only on the same segments: a frozen reference, a teacher.",
         ),
     ] = None,
     forward_only: Annotated[
@@ -82,7 +82,7 @@ def flops(
             f"--past {work.past[:80]} names tokens whose keys and values are cached, which no gradient reaches: it "
             "needs --forward-only. Leave it out to count a training step."
         )
-    # The trained model, and the frozen second one of preference training, which runs forward alone.
+    # The trained model, and a frozen second one, which runs forward alone.
     workload = work.in_patches(model).build()
     cost_model = resolve_for(model, workload, work.supervised, freeze, lora)
     second = None if reference is None else resolve_cost_model(reference)

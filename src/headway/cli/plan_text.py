@@ -191,7 +191,7 @@ def _lines(time: "StepForecast") -> str:
 
 
 def _reference_text(planned: "DryRun", reference: "FlopCount", time: "StepForecast") -> str:
-    """Say what preferences' reference takes, and when."""
+    """Say what the forward of a frozen model takes, and when."""
     flops = format_flops(reference.total)
     if planned.refers == "each step":
         return f"a forward of each step without adapters, {flops} of its {format_flops(time.flops)}"

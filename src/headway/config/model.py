@@ -81,8 +81,8 @@ class ModelConfig(Section):
     )
     dropout: Literal[True, False, "auto"] = Field(
         default="auto",
-        description="Dropout in training, the model's own and that of adapters: on, off, or auto for off where answers "
-        "are compared (preference) and on elsewhere",
+        description="Dropout in training, the model's own and that of adapters: on, off, or auto for off where the "
+        "objective compares forwards, and on elsewhere",
     )
     family: dict[str, bool | int | float | str] = Field(
         default={},

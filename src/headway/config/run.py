@@ -93,7 +93,7 @@ class CheckpointConfig(Section):
         default=False,
         description="Save a checkpoint after each evaluation that is the best so far, and keep that one besides, for "
         "`headway chat RUN --best`, generate, evaluate and export. The best has the lowest loss (true), or the most "
-        "samples answered exactly, of preferences the most pairs in the right order (exact_match)",
+        "samples answered exactly, or the most compared answers in the right order (exact_match)",
     )
     asynchronous: bool = Field(
         default=True, description="Write while training goes on, from a copy of the state in the host's memory"

@@ -10,7 +10,7 @@ A choice is written as terms joined by commas, each adding operations, or leavin
 * a pattern of block names (`model.layers.*[02468]`): those blocks.
 * a component (`language.attention`, `mlp`) or a pattern of module names (`*.up_proj`): those operations of all blocks,
   each to its end, as Megatron-LM's `recompute_modules`, whose `core_attn` is `attention`.
-* `language.head`: the output layer, which is in no block, where losses are weighed once all are known (DPO).
+* `language.head`: the output layer, which is in no block, where losses are weighed once all are known.
 * `-` before a term: what selective checkpointing saves, such as `full,-attention`; LoRA's adapters run again behind
   `-projections` and `-mlp`.
 

@@ -9,7 +9,7 @@ A segment is a list of runs, each with a mode:
 
 A segment without runs is one causal run. A noise run is a noised image of a model that denoises beside its text;
 PaliGemma's prefix is a full run before a causal one, and the blocks of block diffusion (Arriola et al. 2025) are a
-noise run, then the same block as a full run. A preference is its prompt as a causal run, then a branch per answer.
+noise run, then the same block as a full run. Answers that share a prompt are a causal run, then a branch for each.
 """
 
 from collections.abc import Sequence

@@ -58,7 +58,7 @@ class Meter(StepMeter):
         watch: whether the forwards of the model are counted by themselves, so that `count` need not be called. One that
             takes neither `input_ids` nor latents is then traced for each shape of its arguments. None is True for such
             a model alone; of any other, what became of the forwards that `count` was told of is looked at.
-        others: what else the steps run, such as DPO's reference, a VAE, a text encoder: modules, whose forwards are
+        others: what else the steps run, such as a reference, a VAE, a text encoder: modules, whose forwards are
             counted by themselves, with a backward where they are trained; or cost models, of which `count` is told,
             alone or in a pair with their module, whose phases then tell an MBU.
         phases: whether some steps are divided into phases, and the code that the loop pauses in is looked at; where the

@@ -227,8 +227,7 @@ class ChunkedLoss(ModelWithLoss):
 class ScoreLosses(ModelWithLoss):
     """Scores of a reward model in place of losses, with their sign turned, of L slots that this process computes.
 
-    So a score stands where losses of preferences read the log-probability of an answer, and the packs, ranks and
-    records of preferences are those of reward models.
+    So a score stands where losses read the log-probability of an answer, and packs and ranks are those of such losses.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:

@@ -31,8 +31,7 @@ def scoring_config(config: PreTrainedConfig) -> PreTrainedConfig:
     if scorer is None:
         raise UnknownModelError(
             f"transformers has no reward model of type {config.model_type!r}: no class for sequence classification "
-            "that scores each token. Train another model with preference.loss 'reward', such as one of the family's "
-            "language model alone."
+            "that scores each token. Train another one, such as the family's language model alone."
         )
     config = copy.deepcopy(config)
     config.architectures, config.num_labels = [scorer.__name__], 1

@@ -8,7 +8,7 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import yaml
@@ -20,6 +20,7 @@ from headway.data.index.length_index import LengthIndex
 from headway.devices import Device
 from headway.errors import ConfigError, DataError
 from headway.packing import Budget, Items, Order, Plan, measure
+from headway.plugins import objectives
 from headway.predict.dry_run import USABLE, DryRun, dry_run
 from headway.predict.fitting import LORA_RANK
 from headway.report import format_bytes, format_count, format_share
@@ -36,7 +37,6 @@ _MEDIANS = 8  # samples of the median's length that a pack holds, so that packs 
 _LEAST_STEPS = 10  # in an epoch, where there are samples for so many
 _SAMPLES_PER_STEP = 16  # at least, by accumulation
 _SMALL_MODEL = 100_000_000  # parameters; nobody fine-tunes so few
-_PAIRS_RATE = 0.1  # of the usual learning rate, where answers are compared: full fine-tuning by DPO at TRL's 1e-6
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def suggest(
         ConfigError: nothing makes it fit the device.
     """
     lengths = MeasuredLengths.of(list(data.values()))
-    pack = pack_length(lengths)
+    pack, objective = pack_length(lengths), _objective(lengths)
     # the recipe without what depends on the device
     added = {setting: list(tokens) for setting, tokens in (new_tokens or {}).items() if tokens}
     raw: dict[str, Any] = {
@@ -165,7 +165,7 @@ def suggest(
         | added,
         "data": {"train": _train(data, columns or {}), "tokens_per_pack": pack},
         "optim": {"steps": 1, "lr": _learning_rate(cost_model, lengths, adapters=False)},
-        **({"preference": {"loss": "sigmoid"}} if lengths.are_pairs else {}),
+        **({} if objective is None else objective.sections),
         "run": {"folder": run_folder},
     }
     if lengths.longest > pack:
@@ -243,13 +243,37 @@ def _learning_rate(cost_model: CostModel, lengths: MeasuredLengths, *, adapters:
 
     Source: adapters 2e-4 (Dettmers et al. 2023, QLoRA, table 9); fine-tuning 1e-5, as LLaMA-Factory's
     examples/train_full (0.9.3); below 100 M parameters 0.003239 - 0.0001395 ln(parameters) (Kaplan et al. 2020,
-    equation D.1); a tenth of each for pairs (TRL 1.16, DPOConfig: 1e-6).
+    equation D.1); times the factor of an objective that suits the samples.
     """
     parameters = cost_model.params.total
     rate = 2e-4 if adapters else 1e-5
     if not adapters and parameters < _SMALL_MODEL:
         rate = 0.003239 - 0.0001395 * math.log(parameters)
-    return float(f"{rate * (_PAIRS_RATE if lengths.are_pairs else 1.0):.1e}")
+    objective = _objective(lengths)
+    return float(f"{rate * (1.0 if objective is None else objective.rate):.1e}")
+
+
+class SuggestedObjective(NamedTuple):
+    """Objective that suits the samples better than cross-entropy.
+
+    Attributes:
+        sections: of the configuration that ask for it.
+        comments: on its settings, by their names.
+        rate: factor on the usual learning rate.
+        why_rate: words on the rate, for its comment.
+    """
+
+    sections: Mapping[str, Any]
+    comments: Mapping[str, str]
+    rate: float
+    why_rate: str
+
+
+def _objective(lengths: MeasuredLengths) -> SuggestedObjective | None:
+    """Ask the registered objectives for one that suits the samples; None where cross-entropy does."""
+    hooks = [plugin.hook("suggested") for plugin in objectives()]
+    suggestions = [hook(are_pairs=lengths.are_pairs) for hook in hooks if hook is not None]
+    return next((suggestion for suggestion in suggestions if suggestion is not None), None)
 
 
 def _fitted(
@@ -312,8 +336,9 @@ def _comments(
     rate = "adapters learn at higher rates (QLoRA)" if adapters else "the usual rate of full fine-tuning"
     if not adapters and cost_model.params.total < _SMALL_MODEL:
         rate = f"by size, for {format_count(cost_model.params.total)} parameters (Kaplan et al. 2020, D.1)"
-    if lengths.are_pairs:
-        rate = "a tenth of the usual rate, as pairs are learnt (TRL)"
+    objective = _objective(lengths)
+    if objective is not None:
+        rate = objective.why_rate
     # numbers that the comments name
     over = int((lengths.tokens > pack).sum())
     samples_per_pack = max(1.0, pack / float(lengths.tokens.mean()))
@@ -343,8 +368,7 @@ def _comments(
         "speed": "Chosen so that the run fits the device's memory.",
         "checkpoint": "The last one is exported as a folder that transformers opens.",
         "checkpoint.every": "steps from one to the next; `headway train --resume` goes on from the newest",
-        "preference": "The data are answers of which some are better: DPO. docs/preferences.md has the other losses.",
-        "preference.loss": "sigmoid is DPO; orpo and simpo need no reference",
+        **({} if objective is None else objective.comments),
         "run": "Where everything goes: metrics.jsonl, checkpoints, summary.json, export/.",
         "run.folder": "one run each",
     }

@@ -261,7 +261,7 @@ def _check_plain(mask: Any, window: int | None, softcap: float | None, sinks_H: 
     if reasons := [what for what, is_there in more.items() if is_there]:
         raise ConfigError(
             f"Answers of this pack share a prompt, and the model attends with {', '.join(reasons)}, which does not go "
-            "with it. Set preference.shared_prompts to false."
+            "with it. Give each answer its own copy of the prompt: set shared_prompts to false."
         )
 
 

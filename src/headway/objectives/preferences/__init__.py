@@ -18,5 +18,6 @@ OBJECTIVE = ObjectivePlugin(
         "prepare_encoder": "prompts:share_prompts",
         "forwards": "forwards:forward_of",
         "small_rows": "small_rows:into_pairs",
+        "suggested": "suggested:for_pairs",
     },
 )
