@@ -345,7 +345,7 @@ def test_the_tracer_knows_no_model_by_name_outside_inputs_and_families(files):
 # What a distribution in plugins/ brings is known there alone: words of its models, settings, records and attributes.
 WORDS_OF_PLUGINS = re.compile(
     r"bagel|vit_model|flow_weight|timestep_shift|drop_reference|DrawingConfig|LossOfDrawing|getattr\([^)]*, \"draws\""
-    r"|models? that draws?|draws (no )?images|import-model",
+    r"|drawn_K|per_drawn|models? that draws?|draws (no )?images|import-model",
     flags=re.IGNORECASE,
 )
 

@@ -188,9 +188,8 @@ def _step(
 
     set_learning_rate(optimizer, 1e-5)
     batch = batch.to(device)
-    per, per_drawn = max(1, batch.num_supervised), max(1, batch.workload.drawn)
     with watch.at("forward"), precision.autocast():
-        pack = trained.model_with_loss(batch.model_inputs(), batch.labels_1T[0], per=per, per_drawn=per_drawn)
+        pack = trained.model_with_loss(batch.model_inputs(), batch.labels_1T[0], per=max(1, batch.num_supervised))
     with watch.at("backward"):
         backward(pack.total, watch)
         sources.index_add_(0, batch.source_of_slots(), pack.loss_T)

@@ -20,7 +20,7 @@ from headway.data import read_samples
 from headway.data.blank_media import with_blanks
 from headway.data.encoders import collator_of
 from headway.models import load_model
-from headway.models.head import model_with_loss
+from headway.models.head import LossOptions, model_with_loss
 from headway.models.load import load_config, load_processor
 from headway.models.parallel.exchange import shares
 from headway.models.parallel.sequence import share_packs
@@ -72,9 +72,9 @@ def step(model, batch, group):
     model.zero_grad()
     batch = batch.dealt(group)
     labels = batch.labels_1T[0, batch.local_slots(group)]
-    found = model_with_loss(model, chunk=None)(batch.model_inputs(), labels, per=7, per_drawn=5)
+    found, errors, _ = model_with_loss(model, chunk=None).of_pack(batch.model_inputs(), labels, LossOptions(7), 5)
     found.total.backward()
-    drawn = torch.zeros(()) if found.drawn_K is None else found.drawn_K.sum()
+    drawn = torch.zeros(()) if errors is None else errors.sum()
     losses = torch.stack([found.total.detach(), found.loss_T.sum(), drawn])
     learning = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     return losses, {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in learning}

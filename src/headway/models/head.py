@@ -47,14 +47,11 @@ class PackLoss(NamedTuple):
         total: their sum [nats] divided by `per`, a scalar to differentiate, once.
         loss_T: each of them, 0 where a slot is not supervised [nats], without gradient.
         right_T: whether the most likely token is the label; None unless asked for.
-        drawn_K: squared error of each latent patch that is drawn, mean over its numbers; None of a model that does not
-            draw.
     """
 
     total: torch.Tensor
     loss_T: torch.Tensor
     right_T: torch.Tensor | None
-    drawn_K: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +60,11 @@ class LossOptions:
 
     Attributes:
         per: what the sum of the losses is divided by, such as the supervised tokens of a whole step.
-        per_drawn: what that of drawn patches is divided by, such as those of a whole step.
         judge: whether to say which slots are right.
         weigh: gives the factor on each slot's loss, once all are known; 1 when None.
     """
 
     per: int = 1
-    per_drawn: int = 1
     judge: bool = False
     weigh: Weigh | None = None
 
@@ -90,12 +85,11 @@ class ModelWithLoss(ABC):
         labels_T: torch.Tensor,
         *,
         per: int = 1,
-        per_drawn: int = 1,
         judge: bool = False,
         weigh: Weigh | None = None,
     ) -> PackLoss:
         """Run the model on a pack; see `run`, and `LossOptions` for the rest."""
-        return self.run(inputs, labels_T, LossOptions(per, per_drawn, judge, weigh))[0]
+        return self.run(inputs, labels_T, LossOptions(per, judge, weigh))[0]
 
     @abstractmethod
     def run(self, inputs: dict[str, Any], labels_T: torch.Tensor, options: LossOptions) -> tuple[PackLoss, Any]:

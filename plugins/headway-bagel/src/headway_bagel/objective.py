@@ -3,9 +3,11 @@
 from typing import Any
 
 from headway.data import Batch
+from headway.models.head import LossOptions
 from headway.train.objective import LoopStep, Objective
 from headway.train.share import Counts, StepShare
 from headway.train.step_numbers import PackSums, StepNumbers
+from headway_bagel.losses import LossOfDrawing
 
 
 class Drawing(Objective):
@@ -21,12 +23,14 @@ class Drawing(Objective):
         """Run the model on a pack, words and pictures together."""
         local = batch.local_slots(self.parts.group)
         (drawn,) = step.share.counts.others
+        losses = self.parts.model_with_loss
+        assert isinstance(losses, LossOfDrawing)
         with self.parts.autocast():
-            pack = self.parts.model_with_loss(
-                batch.model_inputs(), batch.labels_1T[0, local], per=step.share.divisor, per_drawn=max(1, drawn)
+            pack, drawn_K, _ = losses.of_pack(
+                batch.model_inputs(), batch.labels_1T[0, local], LossOptions(step.share.divisor), max(1, drawn)
             )
         sums = PackSums(pack.total, pack.loss_T, batch.source_of_slots()[local])
-        return sums if pack.drawn_K is None else sums._replace(terms={"flow": pack.drawn_K.sum()})
+        return sums if drawn_K is None else sums._replace(terms={"flow": drawn_K.sum()})
 
     def record(self, numbers: StepNumbers, share: StepShare) -> dict[str, Any]:
         """The loss of words, and that of pictures."""
