@@ -85,9 +85,9 @@ DEFECTS = (
     ),
     Defect(
         "the loss of a step is that of each pack for itself",
-        "train/loop.py",
-        "per=per if run.pairs is None else 1,",
-        "per=max(1, int((labels_L >= 0).sum())) if run.pairs is None else 1,",
+        "train/objective.py",
+        "per=step.share.divisor",
+        "per=max(1, sum(batch.supervised))",
         ("tests/train/test_loop.py",),
     ),
     Defect(

@@ -67,7 +67,7 @@ def test_answers_are_exact_where_exact_match_says_so(reader):
     known = EvalSet(samples[:6], encoder, BUDGET, ALONE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
     for _ in range(60):
-        for batch in known._packs:
+        for batch in known.packs:
             logits = model(**batch.model_inputs()).logits[0]
             torch.nn.functional.cross_entropy(logits, batch.labels_1T[0], ignore_index=-100).backward()
         optimizer.step()
