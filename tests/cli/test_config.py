@@ -40,7 +40,7 @@ def test_one_section_or_setting_is_printed_with_type_unit_default_and_meaning(he
         "  checkpoint.keep_best  true | false | exact_match  default false\n"
         "      Save a checkpoint after each evaluation that is the best so far, and keep that one besides,\n"
         "      for `headway chat RUN --best`, generate, evaluate and export. The best has the lowest loss\n"
-        "      (true), or the most samples answered exactly, of preferences the most pairs in the right order\n"
+        "      (true), or the most samples answered exactly, or the most compared answers in the right order\n"
         "      (exact_match)\n"
         "  checkpoint.asynchronous  true | false  default true\n"
         "      Write while training goes on, from a copy of the state in the host's memory\n"
