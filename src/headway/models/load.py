@@ -107,7 +107,8 @@ def load_config(name_or_path: str | Path) -> PreTrainedConfig:
 def _refuse_stranger(name: str, error: BaseException) -> None:
     """Say of a configuration whose type nothing here knows that a plug-in may bring it."""
     model_type = ""
-    with suppress(OSError, ValueError, AttributeError, TypeError, RecursionError):  # of no configuration the first error tells
+    # of no configuration the first error tells
+    with suppress(OSError, ValueError, AttributeError, TypeError, RecursionError):
         model_type = str(PreTrainedConfig.get_config_dict(name)[0].get("model_type") or "")
     if model_type.isidentifier() and model_type not in CONFIG_MAPPING:
         raise UnknownModelError(
