@@ -149,12 +149,18 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(raw, killed_before):
             r"does not take the options \['master'\]",
         ),
         (EXAMPLE.read_text(), {"path": "mine.py:Distil", "options": {"teacher": "gone/folder"}}, "gone/folder"),
+        (
+            EXAMPLE.read_text().replace('terms = ("agreements",)', "terms = ()"),
+            {"path": "mine.py:Distil"},
+            r"the sum 'agreements', which its attribute `terms` \(\) does not name",
+        ),
     ],
 )
 def test_an_objective_that_cannot_be_had_is_refused(raw, tmp_path, monkeypatch, content, objective, message):
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(content)
-    raw["objective"] = objective
+    own = raw["objective"]["options"]
+    raw["objective"] = objective if isinstance(objective, str) else {"options": own, **objective}
     with pytest.raises(Exception, match=message) as raised:
         train(parse_config(raw))
     assert type(raised.value).__module__ == "headway.errors"

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from headway.errors import ConfigError
 from headway.meter.clock import HostCopy
 from headway.models.router import RouterSummary
 
@@ -115,7 +116,16 @@ class StepSums:
             self.add_terms(pack.terms)
 
     def add_terms(self, sums: Mapping[str, torch.Tensor]) -> None:
-        """Add to further sums by their names; those that are not named stay as they are."""
+        """Add to further sums by their names; those that are not named stay as they are.
+
+        Raises:
+            ConfigError: the objective has not said before that it has a sum of such a name.
+        """
+        if unknown := [name for name in sums if name not in self._terms]:
+            raise ConfigError(
+                f"the objective gives the sum {unknown[0]!r}, which its attribute `terms` {tuple(self._terms)} does "
+                "not name. Name it there, so that all ranks add up the same numbers."
+            )
         zero = self._term_M.new_zeros(())
         self._term_M += torch.stack([sums.get(name, zero).to(self._term_M.dtype) for name in self._terms])
 

@@ -194,7 +194,7 @@ class Preferences(Objective):
             return PackSums(pack.total)
         assert weights.numbers is not None
         assert batch.answers is not None
-        return PackSums(pack.total, weights.numbers.loss_P, batch.answers.sources_P, _sums(weights.numbers))
+        return PackSums(pack.total, weights.numbers.loss_P, batch.answers.sources_P, self._sums(weights.numbers))
 
     def record(self, numbers: StepNumbers, share: StepShare) -> dict[str, Any]:
         """The loss that the step has differentiated, and means over its pairs or answers."""
@@ -229,6 +229,15 @@ class Preferences(Objective):
             return PairJudge(judging(self._preferring), refer=self._reference.of)
         values = None if self._reference is None else self._values_of_held_out
         return PairJudge(judging(self._preferring), values=values)
+
+    def _sums(self, numbers: PairNumbers) -> dict[str, torch.Tensor]:
+        """Sums over the pairs of a pack, by their names among `terms`."""
+        rewards_2P = numbers.rewards_2P
+        right = (rewards_2P[0] > rewards_2P[1]).sum()
+        sums = dict(zip(PAIR_TERMS, (numbers.nll, *rewards_2P.sum(1), right, *numbers.log_p_2P.sum(1)), strict=True))
+        if numbers.desirable is not None:
+            sums["desirable"] = numbers.desirable
+        return {name: total for name, total in sums.items() if name in self.terms}
 
     def _referred(self, batch: Batch) -> Batch:
         if batch.answers is None or not isinstance(self._reference, StoredReference):
@@ -296,14 +305,6 @@ def _kept_values(path: Path) -> dict[str, list[float]]:
             "or go on without data.eval."
         ) from error
     return values
-
-
-def _sums(numbers: PairNumbers) -> dict[str, torch.Tensor]:
-    """Sums over the pairs of a pack, by the names of `PAIR_TERMS` and `UNPAIRED_TERMS`."""
-    rewards_2P = numbers.rewards_2P
-    right = (rewards_2P[0] > rewards_2P[1]).sum()
-    sums = dict(zip(PAIR_TERMS, (numbers.nll, *rewards_2P.sum(1), right, *numbers.log_p_2P.sum(1)), strict=True))
-    return sums if numbers.desirable is None else {**sums, "desirable": numbers.desirable}
 
 
 def _of_pairs(sums: Mapping[str, float], share: StepShare) -> dict[str, Any]:
