@@ -85,7 +85,7 @@ def test_a_run_whose_numbers_were_not_finite_has_no_loss_to_tell(tmp_path):
 
 def test_a_model_that_only_draws_and_a_meter_without_losses(tmp_path):
     run = rewritten(even(tmp_path / "run"), lambda _: {"loss": None, "flow_loss": 0.5})
-    assert sentence(run).startswith("The loss of drawn images came to 0.5 in 20 steps")
+    assert sentence(run).startswith("The flow loss came to 0.5 in 20 steps")
     path = tmp_path / "mine.jsonl"
     path.write_text("".join(f'{{"step": {n}, "num_steps": 4, "step_s": 0.5, "wall_s": 2}}\n' for n in (4, 8)))
     assert sentence(path).startswith("The run took 8 steps and 4.00 s; MFU is not known")

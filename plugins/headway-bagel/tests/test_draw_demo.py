@@ -59,7 +59,7 @@ def test_the_report_shows_what_was_drawn(shown):
     page = (folder / "report.html").read_text()
     assert 'src="data:image/png;base64,' in page
     assert "read so by a classifier" in page
-    assert "Loss of drawn images" in page
+    assert "Flow loss" in page
 
 
 @pytest.mark.slow

@@ -134,7 +134,9 @@ def spread(raw, processes):
     run = Path(raw["run"]["folder"])
     path = run.with_suffix(".yaml")
     path.write_text(yaml.safe_dump(raw))
-    run_processes([sys.executable, Path(__file__).parents[3] / "tests/train/compiled_training.py", "aot_eager", path], processes)
+    run_processes(
+        [sys.executable, Path(__file__).parents[3] / "tests/train/compiled_training.py", "aot_eager", path], processes
+    )
     return steps_of(run)
 
 

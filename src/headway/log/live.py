@@ -11,6 +11,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 from headway.errors import ConfigError, UsageError
+from headway.log.run_files import further_losses
 from headway.log.sink import Sink, flatten
 from headway.report import format_bytes, format_count, format_duration, format_rate, format_rounded, format_share
 
@@ -116,7 +117,6 @@ class TimeLeft:
 
 _SHOWN: dict[str, tuple[str, Callable[[float], str]]] = {  # key of a record -> its name on the screen, and how it reads
     "loss": ("loss", "{:.4f}".format),
-    "flow_loss": ("flow", "{:.4f}".format),
     "lr": ("lr", "{:.2e}".format),
     "grad_norm": ("grad", "{:.2f}".format),
     "step_s": ("time", format_duration),
@@ -142,11 +142,14 @@ def shown_fields(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     [('tokens/s', '12,800'), ('MFU', '41.2 %')]
     """
     fields = []
-    if record.get("loss", 0.0) is None and record.get("flow_loss") is None:
+    further = further_losses(record)
+    if record.get("loss", 0.0) is None and not further:
         fields.append(("loss", "none, nothing to learn" if record.get("empty") else "not finite, update left out"))
     pairs = record.get(str(record.get("objective")))
     for key, (name, show) in _SHOWN.items():
         fields += [(name, show(record[key]))] if record.get(key) is not None else []
+        if key == "loss":
+            fields += [(name, f"{value:.4f}") for name, value in further.items()]
         if key == "loss" and isinstance(pairs, Mapping):
             fields += [("right", format_share(pairs["accuracy"]))] if "accuracy" in pairs else []
             fields += [(name, f"{pairs[name]:.3f}") for name in ("margin", "kl") if name in pairs]

@@ -62,6 +62,16 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     write_whole(path, lambda file: file.write(json.dumps(content, indent=1).encode() + b"\n"))
 
 
+def further_losses(record: Mapping[str, Any]) -> dict[str, float]:
+    """Losses that an objective records beside "loss", as NAME_loss, by their names.
+
+    >>> further_losses({"loss": 1.0, "depth_loss": 0.5, "other_loss": None})
+    {'depth': 0.5}
+    """
+    losses = {key.removesuffix("_loss"): value for key, value in record.items() if key.endswith("_loss")}
+    return {name: value for name, value in losses.items() if value is not None}
+
+
 @dataclass
 class LossTally:
     """First and last losses of a run's steps, taken down as the records pass, so that none is read again at the end.
@@ -78,22 +88,22 @@ class LossTally:
     empty: int = 0
     first: float | None = None
     _recent: deque[float] = field(default_factory=lambda: deque(maxlen=100))
-    _flow: deque[float] = field(default_factory=lambda: deque(maxlen=100))
+    _further: dict[str, deque[float]] = field(default_factory=dict)
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Take down a record, if it is one of a step."""
         if record.get("kind") != "step":
             return
         self.steps += 1
-        loss, flow = record.get("loss"), record.get("flow_loss")
-        if flow is not None:
-            self._flow.append(flow)
+        loss, further = record.get("loss"), further_losses(record)
+        for name, value in further.items():
+            self._further.setdefault(name, deque(maxlen=100)).append(value)
         if loss is not None:
             self.first = loss if self.first is None else self.first
             self._recent.append(loss)
         elif record.get("empty"):
             self.empty += 1
-        elif flow is None:
+        elif not further:
             self.skipped += 1
 
     @property
@@ -109,9 +119,10 @@ class LossTally:
         return self._mean_of_last(self._recent)
 
     @property
-    def last_flow(self) -> float | None:
-        """The same of drawn images; None of a model that does not draw."""
-        return self._mean_of_last(self._flow)
+    def last_further(self) -> dict[str, float]:
+        """The same of each further loss that the objective records, by its name."""
+        means = {name: self._mean_of_last(losses) for name, losses in self._further.items()}
+        return {name: mean for name, mean in means.items() if mean is not None}
 
     def _mean_of_last(self, losses: Iterable[float]) -> float | None:
         count = min(100, max(1, (self.steps - self.skipped - self.empty) // 10))

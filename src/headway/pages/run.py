@@ -1,6 +1,7 @@
 """A run's records read, and reported as one HTML page or as Markdown."""
 
 import gc
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from headway.explain.records import explain_with_records
 from headway.explain.run_folder import UNFINISHED_NOTE
 from headway.explain.text import as_text
 from headway.log.jsonl import as_object
-from headway.log.run_files import CONFIG, METRICS, RUN, SUMMARY
+from headway.log.run_files import CONFIG, METRICS, RUN, SUMMARY, further_losses
 from headway.meter.goodput_report import FILE_NAME, GoodputReport, read_goodput
 from headway.pages.folder import changed_settings, folder_sections, held_out, held_out_loss, provenance
 from headway.pages.marks import legend, marks_of, stages
@@ -53,11 +54,10 @@ _MOST_KNOTS = 1000  # steps of which the page holds tokens and time; between the
 DETAIL = 400  # buckets of a long run that the page holds for zooming
 
 _plain = FORMS["plain"]
-_BY_RATIO = ("loss", "flow_loss", "grad_norm")  # numbers whose falls to a hundredth are seen on an axis of ratios
+_BY_RATIO = re.compile(r"(.+_)?loss|grad_norm")  # numbers whose falls to a hundredth are seen on an axis of ratios
 _Series = tuple[tuple[str, str, Form], ...]  # key of a record, title, and how a value reads
 _LEARNING: _Series = (
     ("loss", "Loss", "plain"),
-    ("flow_loss", "Loss of drawn images", "plain"),
     ("lr", "Learning rate", "plain"),
     ("grad_norm", "Gradient norm", "plain"),
 )
@@ -214,7 +214,7 @@ def _over_the_run(run: ReportedRun) -> dict[str, list[ReportSection]]:
     of = partial(_series, run, companions={} if held_out is None else {"loss": held_out})
     config, facts_of_run = run.files.get(CONFIG, ""), run.files.get(RUN, "")
     of_records = {
-        "Learning": of(_LEARNING),
+        "Learning": of((*_LEARNING, *_further_series(run.records))),
         "Speed and memory": [*of(_SPEED), *_times(run), *_components(run)],
         "Data": [*of(_DATA), *_sources(run), stages(run.marks, run.records)],
         "The run": [],
@@ -324,6 +324,12 @@ def _goodput(run: ReportedRun) -> list[ReportSection]:
     return [ReportSection(title, ["bucket", "time", "share"], rows, chart=chart)]
 
 
+def _further_series(records: Sequence[Mapping[str, Any]]) -> _Series:
+    """Series of the losses that an objective records beside "loss"."""
+    names = dict.fromkeys(name for record in records[-_MOST_KNOTS:] for name in further_losses(record))
+    return tuple((f"{name}_loss", f"{name.capitalize()} loss", "plain") for name in names)
+
+
 def _series(run: ReportedRun, series: _Series, companions: Mapping[str, DrawnLine]) -> list[ReportSection]:
     """A chart over the steps for each number of the records; numbers that never change share one table.
 
@@ -345,7 +351,9 @@ def _series(run: ReportedRun, series: _Series, companions: Mapping[str, DrawnLin
             continue
         other = companions.get(key)
         lines = [DrawnLine("training" if other else "", steps, values), *([other] if other else [])]
-        chart = lines_chart(title, lines, form=form, marks=run.marks, by_ratio=key in _BY_RATIO, detail=DETAIL)
+        chart = lines_chart(
+            title, lines, form=form, marks=run.marks, by_ratio=bool(_BY_RATIO.fullmatch(key)), detail=DETAIL
+        )
         rows = [[name, write(summary[name])] for name in ("5 %", "50 %", "95 %")]
         rows.insert(0, [f"smallest, step {summary['step of smallest']:.0f}", write(summary["smallest"])])
         rows.append([f"largest, step {summary['step of largest']:.0f}", write(summary["largest"])])

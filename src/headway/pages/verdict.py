@@ -75,13 +75,14 @@ def _learnt(records: Sequence[Mapping[str, Any]]) -> str:
     """Course of the loss, in words; "" where none is known."""
     tally = LossTally()
     for record in records:
-        numbers = {key: number(record.get(key)) for key in ("loss", "flow_loss")}
+        numbers = {key: number(value) for key, value in record.items() if key == "loss" or key.endswith("_loss")}
         tally.add({**numbers, "kind": "step", "empty": record.get("empty")})
     first, last = tally.first, tally.last
     if first is not None and last is not None:
         stayed = abs(last - first) <= _SAME * abs(first)
         return f"the loss stayed at {last:.4g}" if stayed else f"the loss went from {first:.4g} to {last:.4g}"
-    return "" if tally.last_flow is None else f"the loss of drawn images came to {tally.last_flow:.4g}"
+    further = [f"the {name} loss came to {value:.4g}" for name, value in tally.last_further.items()]
+    return further[0] if further else ""
 
 
 def scores(judged: Mapping[str, Any]) -> str:

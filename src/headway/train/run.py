@@ -134,7 +134,7 @@ def _run(config: TrainConfig, run: Run, phase: LoopPhase, start_ns: int) -> RunS
         lost=run.meter.boundary.lost,
         first_loss=losses.first,
         last_loss=losses.last,
-        last_flow_loss=losses.last_flow,
+        last_further=losses.last_further,
         utilisation=utilisation,
         conventions=_bills(config, run, end),
         report=FeedReport.total(run.ranks.gather(run.feed.report())),

@@ -44,7 +44,7 @@ class RunSummary:
         skipped: updates that were left out because their numbers were not finite [steps].
         empty: steps with nothing to learn from, whose update was left out as well [steps].
         last_loss: mean of the last tenth of these steps, at most 100 of them [nats per supervised token].
-        last_flow_loss: the same of drawn images, mean squared error of the flow's velocity; None where none are drawn.
+        last_further: the same of each further loss that the objective records, by its name.
         utilisation: FLOPs and time of the steps that this process took; evaluations and checkpoints are outside.
         conventions: the last step's packs of this process as other tools bill them, by `billed_by_conventions`.
         report: samples and packs read, those before a resume included.
@@ -72,7 +72,7 @@ class RunSummary:
     evaluation: Evaluation | None
     stopped_by: int
     total_s: float
-    last_flow_loss: float | None = None
+    last_further: Mapping[str, float] = field(default_factory=dict)
     empty: int = 0
     missing_records: int = 0
     lost: Mapping[str, str] = field(default_factory=dict)
@@ -105,7 +105,7 @@ class RunSummary:
             "not_recorded": {**self.lost},
             "first_loss": self.first_loss,
             "last_loss": self.last_loss,
-            **({} if self.last_flow_loss is None else {"last_flow_loss": self.last_flow_loss}),
+            **{f"last_{name}_loss": value for name, value in self.last_further.items()},
             "evaluation": self.evaluation.to_dict() if self.evaluation else None,
             "best_evaluation": self.best.to_dict() if self.best else None,
             "vision_share": self.utilisation.flops.share("vision"),
@@ -127,8 +127,7 @@ class RunSummary:
         loss = "none: every update was left out"
         if self.first_loss is not None:
             loss = f"{self.first_loss:.4f} first, {self.last_loss:.4f} at the end"
-            if self.last_flow_loss is not None:
-                loss += f"; of drawn images {self.last_flow_loss:.4f}"
+            loss += "".join(f"; {name} {value:.4f}" for name, value in self.last_further.items())
         judged, exact = "exact match", "not evaluated"
         if self.evaluation and self.evaluation.pairs:
             judged = "pairs right"
