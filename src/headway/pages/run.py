@@ -443,7 +443,8 @@ def _sources(run: ReportedRun) -> list[ReportSection]:
 
 def machine(run: ReportedRun) -> dict[str, Any]:
     """Numbers of the page of a run, JSON-ready."""
-    by_key = {key: [number(record.get(key)) for record in run.records] for key, _, _ in SERIES}
+    series = (*SERIES, *_further_series(run.records))
+    by_key = {key: [number(record.get(key)) for record in run.records] for key, _, _ in series}
     return {
         "schema_version": SCHEMA_VERSION,
         "name": run.name,
