@@ -22,9 +22,10 @@ from headway.data.media.tensors import MediaTensors
 from headway.models import load_config, load_model, load_processor, rope_index
 from headway.models.pixel_patches import normalised
 from headway.models.vision import patch_size_of
+from headway.objectives.preferences.small_rows import into_pairs
 from headway.packing.lengths import MIXES
 from headway.synthetic.digits import write_digits, write_reader
-from headway.synthetic.small_data import into_pairs, vocabulary_texts, write_small_data
+from headway.synthetic.small_data import vocabulary_texts, write_small_data
 from headway.synthetic.small_model import write_small_model
 from headway.tracing.build import preset_config
 

@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from headway.conventions.listed import formulas_of_families
 from headway.conventions.veomni import VEOMNI
 from headway.conventions.verl import LMMS_ENGINE, VERL
 
@@ -101,7 +102,11 @@ def _peers(outcomes: Sequence[Outcome]) -> list[str]:
         f"| Headway, by tracing | {len(complete)} | {len(complete)} |",
     ]
     registered = {o.model_type for o in outcomes}
-    listed = {"LMMs-Engine": set(LMMS_ENGINE), "VeOmni": set(VEOMNI), "verl": set(VERL)}
+    listed = {
+        "LMMs-Engine": {*LMMS_ENGINE, *formulas_of_families("LMMs-Engine")},
+        "VeOmni": set(VEOMNI),
+        "verl": set(VERL),
+    }
     for tool, types in sorted(listed.items(), key=lambda item: -len(item[1])):
         lines.append(f"| {tool} | {len(types)} | {len(types & complete)} of {len(types & registered)} registered |")
     return lines

@@ -50,7 +50,7 @@ def chosen(model: Architecture, formulas: Formulas, tool: str) -> Formula:
     Raises:
         NotExpressibleError: the tool does not list the type, its function fails on it, or its formula is not kept here.
     """
-    formula = formulas.get(model.model_type) or _of_families(tool).get(model.model_type)
+    formula = formulas.get(model.model_type) or formulas_of_families(tool).get(model.model_type)
     if formula is None:
         raise NotExpressibleError(f"{tool} does not list the model type {model.model_type!r}: it prints 0")
     if isinstance(formula, str):
@@ -59,7 +59,7 @@ def chosen(model: Architecture, formulas: Formulas, tool: str) -> Formula:
 
 
 @cache
-def _of_families(tool: str) -> Formulas:
+def formulas_of_families(tool: str) -> Formulas:
     """The rows of a tool's table that are of installed families."""
     return {kind: row for tables in hooks_of_all("formulas") for kind, row in tables.get(tool, {}).items()}
 
