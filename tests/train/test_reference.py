@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from headway.models.load import load_model
+from headway.objectives.preferences import reference
 from headway.objectives.preferences.reference import reference_key
-from headway.train import reference
 from helpers.models import tiny_config
 from helpers.processes import run_processes
 
