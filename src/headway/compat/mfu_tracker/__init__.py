@@ -33,8 +33,16 @@ from headway.meter.utilisation import Utilisation
 from headway.meter.watch import ledger_of
 from headway.tracing.shapes import ShapeTraces, without_data
 
-__all__ = ["GPUSpec", "MFUOptimizerWrapper", "UtilizationResult", "flash_attn_flops"]
-__all__ += ["get_gpu_spec", "param_bytes", "profile_flops", "track"]
+__all__ = [
+    "GPUSpec",
+    "MFUOptimizerWrapper",
+    "UtilizationResult",
+    "flash_attn_flops",
+    "get_gpu_spec",
+    "param_bytes",
+    "profile_flops",
+    "track",
+]
 
 BACKWARD_FACTOR_MESSAGE = "a backward factor is not used: recomputation is read off the model, and is in HFU alone."
 _NO_PEAK = Peak("unknown", math.nan, "unknown", "unknown", "override")
