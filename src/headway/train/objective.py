@@ -9,6 +9,7 @@ Tensor letters: S sources, L slots that this process computes, N losses of a pac
 
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -266,10 +267,11 @@ def _own_objective(settings: ObjectiveConfig, parts: RunParts) -> Objective:
             f"{', '.join(classes) or 'none'}."
         )
     try:
-        objective = kind(parts, **settings.options)
-        objective.digest = settings.digest
-        return objective
+        inspect.signature(kind).bind(parts, **settings.options)  # an error within the class is told as it is
     except TypeError as error:
         raise ConfigError(
             f"objective {settings.path} does not take the options {sorted(settings.options)}: {error}."
         ) from error
+    objective = kind(parts, **settings.options)
+    objective.digest = settings.digest
+    return objective

@@ -28,6 +28,6 @@ class DrawingConfig(Section):
     )
 
     def dropout(self, seed: int) -> Dropout | None:
-        """What is left out, by a run's seed; None where nothing is."""
+        """Conditions that are left out, by a run's seed; None where none are."""
         shares = (self.drop_text, self.drop_read, self.drop_reference)
         return Dropout(*shares, seed) if any(shares) else None
