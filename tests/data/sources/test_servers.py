@@ -32,7 +32,7 @@ ANSWERS = {
     "to itself": ((302, 0, {"Location": ""}, b""), "TooManyRedirects"),
     "cut": ((200, len(ROWS), {}, ROWS[:900]), "received 900 of"),
     "promises more": ((200, len(ROWS) + 5000, {}, ROWS), "Not enough data"),
-    # What comes after the promised length is refused where it arrives with the rest, and is never read where it is late.
+    # What follows the promised length is refused if it arrives with the rest, and never read if it is late.
     "promises less": ((200, 100, {}, ROWS), "Data after|not valid JSON"),
     "negative length": ((200, -5, {}, b""), "Invalid character in Content-Length"),
     "length of words": ((200, "abc", {}, b""), "Invalid character in Content-Length"),
