@@ -27,7 +27,7 @@ from headway.config import SpeedConfig
 from headway.count import Workload
 from headway.data import EncodedSample
 from headway.data.collate import Collator
-from headway.data.media.joining import joined
+from headway.data.media.joining import pack_tensor
 from headway.models import load_model
 from headway.models.compiling import CompileWatch, compile_blocks
 from headway.models.head import model_with_loss
@@ -248,7 +248,7 @@ def pad(samples: Sequence[EncodedSample]) -> dict[str, Any]:
         batch["image_grid_thw"] = torch.cat([media.sizes for media in images])
     processed = [sample.processed for sample in samples if sample.processed]
     for name in processed[0] if processed else ():
-        batch[name] = joined([each[name].tensor_X for each in processed], processed[0][name].rule)
+        batch[name] = pack_tensor([each[name].tensor_X for each in processed], processed[0][name].rule)
     return batch
 
 

@@ -14,7 +14,7 @@ import torch
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from headway.models.experts import NAME, register
+from headway.models.experts import NAME, register_experts
 from record import RESULTS, describe_environment, environment, markdown_table, result_paths, spread, write
 
 IMPLEMENTATIONS = ("eager", "grouped_mm", NAME)
@@ -33,7 +33,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    register()
+    register_experts()
     device = torch.device(options.device)
     shapes = CUDA_SHAPES if device.type == "cuda" else CPU_SHAPES
     record: dict[str, Any] = {

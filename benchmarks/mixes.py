@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerFast, Qwen3Config
 
 from headway.data import EncodedSample, Encoder, Origin, read_samples
 from headway.data.media.tensors import MediaTensors
-from headway.models import load_config, load_model, load_processor, rope_index
+from headway.models import load_model, load_model_config, load_processor, rope_index
 from headway.models.pixel_patches import normalised
 from headway.models.vision import patch_size_of
 from headway.objectives.preferences.small_rows import into_pairs
@@ -160,7 +160,7 @@ def images_mix(num_samples: int, seed: int = 0, folder: Path | None = None, *, i
 
 def _divide(folder: Path, source: Any) -> None:
     """Give the small model in the folder the widths and depths of the source, divided; heads are as wide as there."""
-    small: Any = load_config(folder)
+    small: Any = load_model_config(folder)
     text, vision = source.text_config, source.vision_config
     for config, original, depth, heads in (
         (small.text_config, text, "num_hidden_layers", ("num_attention_heads", "num_key_value_heads")),
@@ -190,7 +190,7 @@ def encoded(
     folder: Path, path: Path, *, shares_prompts: bool = False
 ) -> tuple[PreTrainedConfig, list[EncodedSample], str]:
     """A model folder's configuration, the samples as the model reads them, and what there is to say of them."""
-    config = load_config(folder)
+    config = load_model_config(folder)
     model = load_model(config, random_init=True)  # only for its rule of M-RoPE positions
     encoder = Encoder(load_processor(folder), rope_index(model), patch_size=patch_size_of(config))
     encoder.shares_prompts, scale = shares_prompts, encoder.pixel_scale

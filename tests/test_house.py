@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.house import circles, duplicated_classes, importers, longest_chain, opaque_names, read_package, room_arrows
+from tools.house import circles, homes_of_names, importers, longest_chain, opaque_names, read_package, room_arrows
 
 ROOT = Path(__file__).parents[1]
 BASE = ["version", "report", "words", "errors", "plugins", "cache", "stores", "quiet", "hub", "safe_path", "files"]
@@ -140,7 +140,13 @@ def test_the_counting_core_knows_no_torch(files):
 
 
 def test_a_public_class_name_means_one_thing(files):
-    assert duplicated_classes(files) == {}
+    assert homes_of_names(files, ast.ClassDef) == {}
+
+
+def test_no_more_functions_share_a_name_than_did(files):
+    """Commands are named by what is typed, readers of logs and rules by their tool; `to_dict` is one verb."""
+    core = {name: file for name, file in files.items() if file.room not in ("cli", "audit")}
+    assert len(homes_of_names(core, ast.FunctionDef).keys() - {"to_dict"}) <= 24
 
 
 # Names that are written to files or that users call: how many a file may have.

@@ -127,12 +127,12 @@ def importers(files: Mapping[str, SourceFile]) -> dict[str, set[str]]:
     return readers
 
 
-def duplicated_classes(files: Mapping[str, SourceFile]) -> dict[str, list[str]]:
-    """Public classes whose name is defined in more than one module."""
+def homes_of_names(files: Mapping[str, SourceFile], kind: type[ast.AST]) -> dict[str, list[str]]:
+    """Public classes (`ast.ClassDef`) or functions (`ast.FunctionDef`) whose name has several modules."""
     homes: dict[str, list[str]] = defaultdict(list)
     for file in files.values():
         for node in file.tree.body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            if isinstance(node, kind) and not node.name.startswith("_"):
                 homes[node.name].append(file.name)
     return {name: modules for name, modules in sorted(homes.items()) if len(modules) > 1}
 
@@ -245,7 +245,8 @@ def measure(folder: Path) -> dict[str, str]:
         "modules with one importer": str(len(single)),
         "circles of files": str(len(circles({file.name: file.imports for file in files.values()}))),
         "circles of rooms": str(len(circles(room_arrows(files)))),
-        "class names with two homes": str(len(duplicated_classes(files))),
+        "class names with two homes": str(len(homes_of_names(files, ast.ClassDef))),
+        "function names with two homes": str(len(homes_of_names(files, ast.FunctionDef))),
         "public classes": str(sum(not node.name.startswith("_") for node in classes)),
         "longest chain of imports": "circular" if has_circles else str(longest_chain(arrows)),
         **(
@@ -298,8 +299,8 @@ def main() -> None:
         print("\ncircle of files:", ", ".join(group))
     for group in circles(room_arrows(files)):
         print("\ncircle of rooms:", ", ".join(group))
-    for name, homes in duplicated_classes(files).items():
-        print(f"\nclass {name}:", ", ".join(homes))
+    for name, homes in (homes_of_names(files, ast.ClassDef) | homes_of_names(files, ast.FunctionDef)).items():
+        print(f"\n{name}:", ", ".join(homes))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from headway.count import activations, storage
-from headway.count.models import folder_of, presets
+from headway.count.models import ledger_folder, presets
 from headway.errors import HeadwayError
 from headway.tracing import trace
 from headway.tracing.block_activations import saved_of_config
@@ -36,8 +36,8 @@ def main(names: list[str]) -> int:
         start = time.perf_counter()
         try:
             model = trace_preset(name)
-            storage.save(model, folder_of(name) / f"{name}.json")
-            activations.save(name, trace_activations(name))
+            storage.save_cost_model(model, ledger_folder(name) / f"{name}.json")
+            activations.save_activations(name, trace_activations(name))
         except HeadwayError as error:
             print(f"{name}: {error}", file=sys.stderr)
             return 1

@@ -170,7 +170,7 @@ def test_a_gradient_of_an_input_does_not_depend_on_what_is_trained(tmp_path):
     frozen = asked.freeze(["language"]).count(step)
     assert (frozen.dgrad, frozen.wgrad) == (model.count(step).dgrad, 0)
     assert asked.lora(4).count(step).dgrad > model.lora(4).count(step).dgrad  # of the first layer's projections
-    storage.save(asked, tmp_path / "model.json")
+    storage.save_cost_model(asked, tmp_path / "model.json")
     assert storage.load(tmp_path / "model.json") == asked.with_input_gradients() == asked
 
 
@@ -189,7 +189,7 @@ def test_parameter_sets_survive_as_ranges(members):
 def test_a_cost_model_survives_its_file(tmp_path):
     path = tmp_path / "model.json"
     changed = VISION.freeze(["vision.merger"]).lora(8)
-    storage.save(changed, path)
+    storage.save_cost_model(changed, path)
     assert storage.load(path) == changed
 
 

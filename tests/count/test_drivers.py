@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.count import Workload
-from headway.count.drivers import parse, tower
+from headway.count.drivers import parse_driver, tower
 from headway.count.modalities import MODALITIES
 from headway.errors import CostModelError, WorkloadError
 
@@ -46,7 +46,7 @@ VALUES = [
 
 @pytest.mark.parametrize(("driver", "value", "whose"), VALUES, ids=[v[0] for v in VALUES])
 def test_a_driver_counts_what_its_name_says(driver, value, whose):
-    assert parse(driver)(STEP) == value
+    assert parse_driver(driver)(STEP) == value
     assert tower(driver) == whose
 
 
@@ -64,7 +64,7 @@ steps = st.builds(
 @given(steps, steps)
 def test_every_driver_adds_over_workloads(one, other):
     for driver in [v[0] for v in VALUES] + ["clips:8"]:
-        assert parse(driver)(one + other) == parse(driver)(one) + parse(driver)(other)
+        assert parse_driver(driver)(one + other) == parse_driver(driver)(one) + parse_driver(driver)(other)
 
 
 @pytest.mark.parametrize(
@@ -72,29 +72,29 @@ def test_every_driver_adds_over_workloads(one, other):
 )
 def test_an_unknown_driver_is_refused(driver):
     with pytest.raises(CostModelError, match=f"unknown driver '{driver}'"):
-        parse(driver)
+        parse_driver(driver)
 
 
 def test_images_and_videos_are_told_apart_and_one_alone_is_held_to_its_size():
     step = Workload([3, 2], images=[(1, 4, 6)] * 2, videos=[(2, 4, 6)])
-    assert [parse(f"{kind}frames:4:6")(step) for kind in ("", "image_", "video_")] == [4, 2, 2]
+    assert [parse_driver(f"{kind}frames:4:6")(step) for kind in ("", "image_", "video_")] == [4, 2, 2]
     assert tower("video_frames:4:6") == "vision"
-    assert parse("lone:1:4:6")(Workload([3, 2], images=[(1, 4, 6)] * 2)) == 2
+    assert parse_driver("lone:1:4:6")(Workload([3, 2], images=[(1, 4, 6)] * 2)) == 2
     with pytest.raises(WorkloadError, match=r"3 images in 2 segments.*Give 1x4x6 at most once"):
-        parse("lone:1:4:6")(Workload([3, 2], images=[(1, 4, 6)] * 3))
+        parse_driver("lone:1:4:6")(Workload([3, 2], images=[(1, 4, 6)] * 3))
     with pytest.raises(WorkloadError, match="grid 2x4x6 does not fit this model, which takes 1x4x6 patches"):
-        parse("lone:1:4:6")(step)
+        parse_driver("lone:1:4:6")(step)
 
 
 def test_towers_of_one_size_refuse_another():
     with pytest.raises(WorkloadError, match=r"grid 1x4x6 does not fit this model.*24 x 24 patches.*give 1x24x24"):
-        parse("frames:24:24")(STEP)
+        parse_driver("frames:24:24")(STEP)
     with pytest.raises(WorkloadError, match=r"clip of 8 frames.*every one up to 7 frames"):
-        parse("clips:7")(STEP)
+        parse_driver("clips:7")(STEP)
 
 
 def test_a_tower_that_fills_clips_up_computes_as_much_of_a_shorter_one():
-    assert parse("clips:3000")(STEP) == parse("clips:8")(STEP) == 2
+    assert parse_driver("clips:3000")(STEP) == parse_driver("clips:8")(STEP) == 2
 
 
 def test_two_kinds_of_input_may_share_a_tower(monkeypatch):

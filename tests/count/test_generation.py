@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from headway import Generation, Workload, load_cost_model, trace
-from headway.count.drivers import parse
+from headway.count.drivers import parse_driver
 from headway.errors import WorkloadError
 from helpers.models import tiny_model
 
@@ -71,7 +71,7 @@ def test_reads_of_the_cache_are_the_keys_that_each_step_sees(driver, prefix, gro
                     expected += seen
         expected += sum(of_prompt.values())
     generation = Generation([p for p, _ in groups], [a for _, pair in groups for a in pair], group=2, prefix=prefix)
-    assert sum(sign * parse(driver)(workload) for sign, workload in generation.reads) == expected
+    assert sum(sign * parse_driver(driver)(workload) for sign, workload in generation.reads) == expected
 
 
 def test_rows_of_a_batch_go_on_until_the_longest_has_ended():
@@ -103,8 +103,8 @@ def test_pictures_of_a_prompt_are_seen_once_for_each_time_that_it_is_read():
 
 def test_an_encoder_is_read_once_and_each_token_attends_to_what_it_made():
     generation = Generation([1, 1], [4, 1], media={"sources": [20, 30]})
-    assert parse("sources")(generation.workload) == 50
-    assert parse("pairs:cross")(generation.workload) == 4 * 20 + 1 * 30
+    assert parse_driver("sources")(generation.workload) == 50
+    assert parse_driver("pairs:cross")(generation.workload) == 4 * 20 + 1 * 30
 
 
 def test_transformers_own_generation_multiplies_what_is_billed():

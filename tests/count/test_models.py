@@ -166,7 +166,7 @@ def test_a_fresh_trace_gives_the_shipped_file(name, tmp_path):
     fresh, shipped = trace_preset(name), load_cost_model(name)
     assert (fresh.rows, fresh.parameters) == (shipped.rows, shipped.parameters)
     assert fresh.source["embeddings"] == shipped.source["embeddings"]  # versions of the libraries may differ
-    storage.save(fresh, tmp_path / "fresh.json")
+    storage.save_cost_model(fresh, tmp_path / "fresh.json")
     assert storage.load(tmp_path / "fresh.json").rows == shipped.rows
 
 

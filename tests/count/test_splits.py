@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.count import Workload
-from headway.count.drivers import parse
+from headway.count.drivers import parse_driver
 from headway.count.splits import MODES, branched
 from headway.errors import WorkloadError
 
@@ -31,7 +31,7 @@ def drawn(runs, past=0):
 
 
 def pairs(workload):
-    return parse("pairs:splits")(workload)
+    return parse_driver("pairs:splits")(workload)
 
 
 @given(st.lists(RUNS, min_size=1, max_size=4), st.booleans(), st.data())
@@ -46,7 +46,7 @@ def test_costs_add_up_over_workloads_with_and_without_splits(one, plain, other):
     parts = [Workload(splits=one), Workload(plain), Workload(splits=other)]
     total = Workload.total(parts)
     for driver in ("pairs:splits", "supervised", "tokens"):
-        assert parse(driver)(total) == sum(parse(driver)(part) for part in parts)
+        assert parse_driver(driver)(total) == sum(parse_driver(driver)(part) for part in parts)
 
 
 def test_causal_runs_are_a_causal_segment():
@@ -92,8 +92,8 @@ def test_tokens_by_kind():
         "tokens": 52, "supervised": 5, "drawn": 16, "latents": 32, "understood": 20, "latent_grids": 2,
         "latent_pairs:frame": 512, "patches": 9,
     }  # fmt: skip
-    assert {driver: parse(driver)(step) for driver in units} == units
-    assert parse("supervised")(Workload([52], supervised=7) + step) == 12
+    assert {driver: parse_driver(driver)(step) for driver in units} == units
+    assert parse_driver("supervised")(Workload([52], supervised=7) + step) == 12
     assert pickle.loads(pickle.dumps(step)) == step
     assert "5 causal, 29 full, 18 noise, 1 image of 9 patches, 1 latent image of 16 latent patches" in repr(step)
 

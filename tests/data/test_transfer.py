@@ -14,7 +14,7 @@ import torch
 
 from headway.data import transfer as module
 from headway.data.collate import Collator
-from headway.data.transfer import from_block, on_device, to_block
+from headway.data.transfer import from_block, to_block, transfer_ahead
 
 CUDA = torch.device("cuda", 0)
 
@@ -134,7 +134,7 @@ def results_of(seed, monkeypatch, steps=3, packs=4):
     """What the kernels read, over a few steps of a few packs each."""
     machine = Machine(seed, monkeypatch)
     for step in range(steps):
-        for moved in on_device([Pack(machine, 10 * step + number) for number in range(packs)], CUDA):
+        for moved in transfer_ahead([Pack(machine, 10 * step + number) for number in range(packs)], CUDA):
             machine.compute(moved)
             machine.run(4)
         del moved
@@ -165,7 +165,7 @@ def test_the_pretended_device_tells_when_a_rule_is_broken(without, monkeypatch):
 
 def test_the_next_pack_is_on_its_way_before_this_one_is_computed(monkeypatch):
     machine = Machine(0, monkeypatch)
-    packs = on_device([Pack(machine, number) for number in range(3)], CUDA)
+    packs = transfer_ahead([Pack(machine, number) for number in range(3)], CUDA)
     for on_its_way in (2, 3, 3):
         next(packs)
         assert machine.streams[1].queued == on_its_way
@@ -180,7 +180,7 @@ def test_on_a_cpu_packs_are_given_one_by_one_as_they_are():
             taken.append(number)
             yield Collator()([])
 
-    for number, batch in enumerate(on_device(given(), torch.device("cpu")), start=1):
+    for number, batch in enumerate(transfer_ahead(given(), torch.device("cpu")), start=1):
         assert len(taken) == number
         assert batch.input_ids_1T.device.type == "cpu"
 

@@ -151,7 +151,7 @@ def expect(model: nn.Module, cost: CostModel, family: str, rows: int = 1) -> tup
     assert cost.unknown == ()
     forward, backward, experts = Counter(), Counter(), 0
     for row in cost.rows:
-        units = drivers.parse(row.driver)(workload(family, rows))
+        units = drivers.parse_driver(row.driver)(workload(family, rows))
         needed = [g for g in row.gradients if g.runs(cost.trained)]
         if row.op == "attention":
             per_score, squares = eager_attention(model, row.module, rows)
@@ -195,7 +195,9 @@ def expected_step(cost: CostModel, work: Workload, executed: dict[str, int], was
     assert cost.unknown == ()
     forward, backward = Counter(), 0
     for row in cost.rows:
-        units = executed.get(row.driver, drivers.parse(row.driver)(work)) * (wasted if row.op == "experts" else 1)
+        units = executed.get(row.driver, drivers.parse_driver(row.driver)(work)) * (
+            wasted if row.op == "experts" else 1
+        )
         forward[row.module] += units * row.forward
         backward += units * sum(g.flops for g in row.gradients if g.needs)
     return forward, backward
@@ -226,7 +228,7 @@ def check_recompute(plain: nn.Module, checkpointed: nn.Module, cost: CostModel, 
         row = cost.rows[i]
         if row.op == "attention":
             per_score, squares = eager_attention(plain, row.module)
-            extra += per_score * sum(squares) - drivers.parse(row.driver)(workload(family)) * row.forward
+            extra += per_score * sum(squares) - drivers.parse_driver(row.driver)(workload(family)) * row.forward
     recompute = cost.count(workload(family), recompute=choice).recompute
     assert recompute > 0
     assert sum((after - before).elements()) == recompute + extra

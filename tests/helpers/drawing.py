@@ -103,7 +103,7 @@ def dense_mask(samples, config):
     for parts in samples:
         _, workload = lay_out([parts], config)
         runs = workload.splits if workload.splits.size else splits.all_causal(workload.segments)
-        masks.append(torch.from_numpy(splits.mask(runs)))
+        masks.append(torch.from_numpy(splits.mask_of_runs(runs)))
     return torch.block_diag(*masks).bool()[None, None]
 
 

@@ -387,7 +387,7 @@ class FamilyPair:
         finally:
             AttentionInterface.register(attention.backend.NAME, attention.attend)
         rows = [row for row in self.cost.rows if row.op == "attention"]
-        return sum(drivers.parse(row.driver)(workload) * row.forward for row in rows), sum(called)
+        return sum(drivers.parse_driver(row.driver)(workload) * row.forward for row in rows), sum(called)
 
     def _arguments(self, sample):
         """A sample's tensors as the model's own processor gives them, positions left to the model."""

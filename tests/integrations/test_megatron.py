@@ -305,7 +305,7 @@ meter.close()
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_are_summed_and_stages_of_one_pipeline_bill_once(tmp_path, world):
     path, script = tmp_path / "model.json", tmp_path / "loop.py"
-    storage.save(COST_MODEL, path)
+    storage.save_cost_model(COST_MODEL, path)
     script.write_text(LOOP)
     port = free_port()
     processes = [

@@ -305,7 +305,7 @@ def run_two(tmp_path, fate, num_steps=4, log_every=2):
     from headway.count import storage
 
     path = tmp_path / "model.json"
-    storage.save(COST_MODEL, path)
+    storage.save_cost_model(COST_MODEL, path)
     script = tmp_path / "loop.py"
     script.write_text(textwrap.dedent(LOOP))
     port = free_port()

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from headway.errors import ConfigError
-from headway.models.experts import NAME, experts_of, register, use_experts
+from headway.models.experts import NAME, experts_of, register_experts, use_experts
 from headway.models.grouped import grouped_linear, permute_rows
 from helpers.models import tiny_config
 
@@ -71,7 +71,7 @@ def test_rows_that_are_cast_before_they_are_copied_are_those_cast_afterwards_to_
 
 @pytest.fixture
 def layer():
-    register()
+    register_experts()
     config = Qwen3MoeConfig(hidden_size=32, moe_intermediate_size=24, num_experts=5, experts_implementation=NAME)
     experts = Qwen3MoeExperts(config)
     for parameter in experts.parameters():

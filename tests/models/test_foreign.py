@@ -19,7 +19,7 @@ from headway.data.encoders import open_encoder
 from headway.data.sources import open_source
 from headway.errors import CheckpointError, DataError, HeadwayError
 from headway.models.foreign import check_config, check_tokenizer
-from headway.models.load import load_config, load_model, load_processor
+from headway.models.load import load_model, load_model_config, load_processor
 from headway.models.lora import add_saved_adapters
 from headway.synthetic.digits import write_reader
 from helpers.cases import ODD
@@ -94,7 +94,7 @@ def test_a_hostile_tokenizer_is_one_error_of_the_folder_or_of_the_row(change, at
 def test_a_file_that_is_no_object_is_one_error(text, file, folder):
     (folder / file).write_text(text)
     with pytest.raises(CheckpointError, match=rf"{file} (is no JSON|holds no object)"):
-        load_processor(folder) if file == "tokenizer.json" else load_config(folder)
+        load_processor(folder) if file == "tokenizer.json" else load_model_config(folder)
 
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "config.json"])
@@ -102,7 +102,7 @@ def test_a_pipe_in_a_model_folder_is_not_waited_for(file, folder):
     (folder / file).unlink(missing_ok=True)
     os.mkfifo(folder / file)
     with pytest.raises(CheckpointError):
-        load_processor(folder) if file == "tokenizer.json" else load_config(folder)
+        load_processor(folder) if file == "tokenizer.json" else load_model_config(folder)
 
 
 @pytest.mark.parametrize("file", ["preprocessor_config.json", "chat_template.jinja", "config.json"])
@@ -110,7 +110,7 @@ def test_a_device_behind_a_link_in_a_model_folder_is_not_read(file, folder):
     (folder / file).unlink(missing_ok=True)
     (folder / file).symlink_to("/dev/zero")
     with pytest.raises(CheckpointError, match=f"{file} is a pipe or a device|has no config.json"):
-        load_config(folder)
+        load_model_config(folder)
     with pytest.raises(CheckpointError, match=f"{file} is a pipe or a device"):
         load_processor(folder)
 
@@ -239,7 +239,7 @@ def test_no_setting_of_a_processor_ends_in_an_error_of_its_own(tmp_path):
 def test_a_configuration_with_numbers_that_no_model_has_is_one_error(key, value, folder):
     config = {"model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 2, key: value}
     (folder / "config.json").write_text(json.dumps(config))
-    for load in (load_config, load_processor) if key not in ("model_type",) else (load_config,):
+    for load in (load_model_config, load_processor) if key not in ("model_type",) else (load_model_config,):
         with pytest.raises(CheckpointError, match=r"configuration in .*model cannot be read|without running"):
             load(folder)
 

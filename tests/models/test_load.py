@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, PreTrainedTokenizerBase, Qwen3VLProcessor, SiglipVisionConfig
 
 from headway.errors import CheckpointError, ConfigError, UnknownModelError
-from headway.models import load_config, load_model, load_processor, rope_index
+from headway.models import load_model, load_model_config, load_processor, rope_index
 
 
 @pytest.fixture
@@ -33,28 +33,28 @@ def test_a_config_file_or_object_initialises_at_random_from_the_global_generator
     torch.manual_seed(3)
     first = load_model(folder / "config.json", random_init=True)
     torch.manual_seed(3)
-    second = load_model(load_config(folder), random_init=True)
+    second = load_model(load_model_config(folder), random_init=True)
     assert torch.equal(first.lm_head.weight, second.lm_head.weight)
     assert not torch.equal(first.lm_head.weight, load_model(folder).lm_head.weight)
-    assert load_model(load_config(folder), random_init=True, dtype=torch.bfloat16).dtype == torch.bfloat16
+    assert load_model(load_model_config(folder), random_init=True, dtype=torch.bfloat16).dtype == torch.bfloat16
 
 
 def test_a_configuration_without_weights_needs_random_initialisation(folder):
     with pytest.raises(ConfigError, match=r"config\.json describes a model but holds no weights"):
         load_model(folder / "config.json")
     with pytest.raises(ConfigError, match="A configuration object describes a model but holds no weights"):
-        load_model(load_config(folder))
+        load_model(load_model_config(folder))
 
 
 @pytest.mark.parametrize("name", ["./no/such", "/no/such/folder", "a/b/c", "~/models/x"])
 def test_a_path_that_does_not_exist_is_named(name):
-    for load in (load_config, load_model, load_processor):
+    for load in (load_model_config, load_model, load_processor):
         with pytest.raises(UnknownModelError, match=r"There is no model folder or config.json at"):
             load(name)
 
 
 def test_a_hub_name_without_network_says_what_to_do():
-    for load in (load_config, load_model, load_processor):
+    for load in (load_model_config, load_model, load_processor):
         with pytest.raises(UnknownModelError) as caught:
             load("nobody/no-such-model")
         message = str(caught.value)
@@ -69,19 +69,19 @@ def test_a_hub_name_without_network_says_what_to_do():
 def test_a_folder_without_config_lists_what_it_holds(tmp_path):
     (tmp_path / "notes.txt").write_text("x")
     with pytest.raises(CheckpointError, match=r"has no config.json; it holds notes.txt"):
-        load_config(tmp_path)
+        load_model_config(tmp_path)
 
 
 @pytest.mark.parametrize("content", ['{"model_type": ', "{}", "[]"])
 def test_an_unreadable_config_is_a_clear_error(tmp_path, content):
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(CheckpointError, match="cannot be read"):
-        load_config(tmp_path)
+        load_model_config(tmp_path)
 
 
 def test_a_file_that_is_no_config_is_refused(folder):
     with pytest.raises(UnknownModelError, match=r"model\.safetensors is a file but not a config\.json"):
-        load_config(folder / "model.safetensors")
+        load_model_config(folder / "model.safetensors")
 
 
 def test_a_folder_without_weights_is_refused(folder):

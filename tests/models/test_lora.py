@@ -13,7 +13,7 @@ from headway.models.lora import (
     has_adapters,
     initialise_adapters,
     is_adapter,
-    merged,
+    with_merged_adapters,
     without_adapters,
 )
 from headway.tracing import trace
@@ -61,7 +61,7 @@ def test_the_ledger_counts_what_headway_flops_says(family, targets):
 def test_adapters_start_as_pefts_and_change_nothing():
     plain = load_model(tiny_config("qwen3"), random_init=True, attention="eager")
     model = adapted("qwen3", trained=False)
-    plain.load_state_dict(merged(model, model.state_dict()))
+    plain.load_state_dict(with_merged_adapters(model, model.state_dict()))
     assert torch.equal(model(input_ids=IDS).logits, plain(input_ids=IDS).logits)
     witness = get_peft_model(plain, LoraConfig(r=4, target_modules=["down_proj"]))
     theirs = torch.cat([p.flatten() for n, p in witness.named_parameters() if "lora_A" in n])
@@ -102,7 +102,7 @@ def test_first_weights_follow_from_seed_and_name_alone():
 def test_a_merged_model_computes_the_same_without_adapters(family):
     model = adapted(family)
     plain = load_model(tiny_config(family), random_init=True, attention="eager")
-    plain.load_state_dict(merged(model, model.state_dict()))
+    plain.load_state_dict(with_merged_adapters(model, model.state_dict()))
     assert not has_adapters(plain)
     torch.testing.assert_close(plain(input_ids=IDS).logits, model(input_ids=IDS).logits, rtol=1e-4, atol=1e-4)
 

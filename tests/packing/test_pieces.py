@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.packing.pieces import TargetRuns, runs_of, split, split_sample
+from headway.packing.pieces import TargetRuns, split, split_sample, target_runs
 
 FLAGS = st.lists(st.booleans(), min_size=1, max_size=40)
 
@@ -17,7 +17,7 @@ def by_hand(flags, most):
 
 @given(st.lists(FLAGS, min_size=1, max_size=6), st.integers(1, 12))
 def test_pieces_are_those_in_which_a_token_behind_the_first_is_learnt(samples, most):
-    runs = [runs_of(np.array(flags)) for flags in samples]
+    runs = [target_runs(np.array(flags)) for flags in samples]
     for flags, run in zip(samples, runs, strict=True):
         places = {place for start, stop in run for place in range(start, stop)}
         assert places == {place for place, flag in enumerate(flags) if flag and place}

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from headway.report.bars import bar_chart, heat_strip, histogram
 from headway.report.charts import FORMS, ChartMark, DrawnLine, line_chart, lines_chart, reduced
 from headway.report.page import svg_file
-from headway.report.svg import AXES, NARROWEST, distinct_ticks, labels, name_room, room_of, ticks
+from headway.report.svg import AXES, NARROWEST, distinct_ticks, label_extent, labels, name_room, ticks
 
 SPACE = "{http://www.w3.org/2000/svg}"
 HOSTILE = '<script>alert(1)</script>"><img onerror=x> ]]> </style> \x1b[2J'
@@ -226,7 +226,7 @@ ENDS = st.tuples(st.integers(0, 10**7), st.integers(1, 10**7)).map(lambda pair: 
 def test_labels_of_ticks_neither_overlap_nor_are_cut_at_any_width(ends, width):
     placed = labels(*ends, lambda step: f"{step:,.10g}")
     assert placed
-    rooms = [room_of(place, label, width) for place, label in placed]
+    rooms = [label_extent(place, label, width) for place, label in placed]
     assert all(before[1] < after[0] for before, after in pairwise(rooms))
     assert -AXES.left <= rooms[0][0]
     assert rooms[-1][1] <= width + AXES.right + 1e-6

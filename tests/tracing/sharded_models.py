@@ -93,7 +93,7 @@ def main(folder: Path) -> None:
         )
     for name, make in made.items():
         cost = trace(make(build(name.partition("-")[0])))
-        storage.save(cost, folder / f"{name}-{dist.get_rank()}.json")
+        storage.save_cost_model(cost, folder / f"{name}-{dist.get_rank()}.json")
     dist.destroy_process_group()
 
 

@@ -81,7 +81,7 @@ def test_blocks_are_billed_for_the_neighbours_that_each_position_sees():
     rows = [row for row in cost.rows if row.op == "attention" and "LocalSelf" in row.module]
     driver = f"source_pairs:local:{RADIUS}:{RADIUS}"
     assert [(row.driver, row.forward) for row in rows] == [(driver, 2 * HEADS * SIZE)] * 4  # scores and values
-    assert drivers.parse(driver)(WORKLOAD) == neighbours
+    assert drivers.parse_driver(driver)(WORKLOAD) == neighbours
 
     with torch.no_grad(), Kept() as probe:
         model.eval()(**arguments())
@@ -94,7 +94,7 @@ def test_blocks_are_billed_for_the_neighbours_that_each_position_sees():
 def test_streams_are_billed_for_the_keys_that_each_of_them_sees():
     cost = ledger(prophetnet)
     rows = [row for row in cost.rows if row.op == "attention" and row.module.endswith("decoder.layers.0.self_attn")]
-    billed = sum(row.forward * drivers.parse(row.driver)(WORKLOAD) for row in rows)
+    billed = sum(row.forward * drivers.parse_driver(row.driver)(WORKLOAD) for row in rows)
     with torch.no_grad(), Kept() as probe:
         prophetnet().eval()(**arguments())
     (streams,) = probe.seen  # beside them, the main stream is causal
@@ -144,7 +144,7 @@ def test_windows_cut_out_of_chunks_are_billed_for_the_neighbours_that_each_posit
     assert [(r.driver, r.forward) for r in cost.rows if r.module == attention] == [(driver, 2 * 2 * HEADS * SIZE)]
     assert cost.source["without"] == "global_attention_mask"
     neighbours = sum(abs(i - j) <= side for i in range(WHOLE) for j in range(WHOLE))
-    assert drivers.parse(driver)(WHOLE_BLOCKS) == neighbours
+    assert drivers.parse_driver(driver)(WHOLE_BLOCKS) == neighbours
     with torch.no_grad(), Kept(axes=4) as probe:
         led().eval()(**arguments(WHOLE))
     windows = [found for found in probe.seen if found.shape[-1] == 2 * side + 1]
@@ -188,7 +188,7 @@ def test_staggered_blocks_beside_global_tokens_count_what_pytorch_dispatches():
     expected, expected_backward = expected_step(cost, WHOLE_BLOCKS, executed)
     staggered = [r.module for r in cost.rows if "staggered" in r.driver]
     assert staggered == ["model.encoder.layers.1.self_attn"]
-    assert drivers.parse(f"source_pairs:staggered:{BLOCK}")(WHOLE_BLOCKS) == 4**2 + 4 * 8**2 + 4**2
+    assert drivers.parse_driver(f"source_pairs:staggered:{BLOCK}")(WHOLE_BLOCKS) == 4**2 + 4 * 8**2 + 4**2
     # and 8 rows of padding meet 4 projections, 3 global keys and 3 global queries, whose states meet no loss any more
     width = HEADS * SIZE
     projected, scored = BLOCK * 2 * width**2, BLOCK * 3 * 2 * 2 * width
@@ -206,6 +206,6 @@ def test_a_source_that_fills_no_block_is_billed_for_what_it_has():
         *(f"source_pairs:block:{BLOCK}", *beside),
         *(f"source_pairs:staggered:{BLOCK}", *beside),
     ]
-    blocks, staggered = (drivers.parse(rows[i].driver)(WORKLOAD) for i in (0, 4))
+    blocks, staggered = (drivers.parse_driver(rows[i].driver)(WORKLOAD) for i in (0, 4))
     assert blocks == sum(i // 8 == j // 8 for i in range(SOURCES) for j in range(SOURCES))
     assert staggered == sum((i + 4) // 8 == (j + 4) // 8 for i in range(SOURCES) for j in range(SOURCES))

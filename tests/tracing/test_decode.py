@@ -35,7 +35,7 @@ def ones(driver: str, new: int, past: int) -> int:
 @pytest.mark.parametrize("driver", ["pairs:causal", "pairs:sliding:7", "pairs:chunked:6"])
 def test_new_tokens_see_what_the_mask_leaves_them_of_the_past(driver, segments):
     step = Workload([new for new, _ in segments], past=[past for _, past in segments])
-    assert drivers.parse(driver)(step) == sum(ones(driver, new, past) for new, past in segments)
+    assert drivers.parse_driver(driver)(step) == sum(ones(driver, new, past) for new, past in segments)
 
 
 @given(st.lists(lengths, min_size=1, max_size=5))
@@ -58,12 +58,12 @@ def test_a_decode_step_counts_what_pytorch_dispatches(family, new):
     scores = 2 * new * (cached + new)
     expected = Counter()
     for row in cost.rows:
-        units = scores if row.op == "attention" else drivers.parse(row.driver)(step)
+        units = scores if row.op == "attention" else drivers.parse_driver(row.driver)(step)
         if row.module.endswith("kv_b_proj"):  # this cache keeps latents, and expands those of the past again
             units += 2 * past
         expected[row.module] += units * row.forward
     pairs = scores - 2 * (new * (new - 1) // 2 * (2 if family == "mistral_sliding" else 1))
-    assert {drivers.parse(row.driver)(step) for row in cost.rows if row.op == "attention"} == {pairs}
+    assert {drivers.parse_driver(row.driver)(step) for row in cost.rows if row.op == "attention"} == {pairs}
     with torch.no_grad():
         model(input_ids=ids[:, :past], past_key_values=cache, use_cache=True)
         _, seen = count_forward(model, {"input_ids": ids[:, past:], "past_key_values": cache, "use_cache": True})
@@ -73,9 +73,9 @@ def test_a_decode_step_counts_what_pytorch_dispatches(family, new):
 def test_a_decoder_that_reads_an_encoder_runs_it_once():
     # an encoder layer and a decoder layer by hand: the past of a segment was computed with its sources read
     sources = Workload([3, 1], sources=[9, 4], past=[0, 6])
-    assert drivers.parse("sources")(sources) == 9
-    assert drivers.parse("source_pairs:full")(sources) == 81
-    assert drivers.parse("pairs:cross")(sources) == 3 * 9 + 1 * 4
+    assert drivers.parse_driver("sources")(sources) == 9
+    assert drivers.parse_driver("source_pairs:full")(sources) == 81
+    assert drivers.parse_driver("pairs:cross")(sources) == 3 * 9 + 1 * 4
 
 
 def test_a_past_has_no_backward_and_no_second_direction():
@@ -83,7 +83,7 @@ def test_a_past_has_no_backward_and_no_second_direction():
     with pytest.raises(WorkloadError, match=r"7 past tokens.*Count with forward_only"):
         TEXT.count(step)
     with pytest.raises(WorkloadError, match="attends in both directions"):
-        drivers.parse("pairs:full")(step)
+        drivers.parse_driver("pairs:full")(step)
 
 
 def test_pasts_follow_their_segments_through_sums():

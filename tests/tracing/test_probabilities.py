@@ -150,7 +150,7 @@ def test_attention_is_billed_for_the_pairs_whose_probability_is_not_zero(name):
     for ((_, heads, queries, keys), nonzero), found in zip(probe.seen, named.values(), strict=True):
         sinks = heads * queries if class_name in ("GptOssConfig", "DeepseekV4Config") else 0  # one column more
         assert keys >= TOKENS + bool(sinks)
-        assert nonzero - sinks == heads * sum(drivers.parse(driver)(workload) for driver in found)
+        assert nonzero - sinks == heads * sum(drivers.parse_driver(driver)(workload) for driver in found)
 
 
 _SCORED = {

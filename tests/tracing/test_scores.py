@@ -52,7 +52,7 @@ def pooled(size, most):
 def test_a_mask_that_is_written_out_is_named_by_a_driver_of_its_count(mask, driver):
     assert scores.name(mask) == driver
     if driver:
-        assert sum(drivers.parse(d)(Workload([LENGTH])) for d in driver.split("+")) == int(mask.sum())
+        assert sum(drivers.parse_driver(d)(Workload([LENGTH])) for d in driver.split("+")) == int(mask.sum())
 
 
 class ByHand(nn.Module):

@@ -42,7 +42,7 @@ def beyond_the_mask(model: nn.Module, cost: CostModel, *, backward: bool) -> int
     extra = 0
     for row in cost.rows:
         if row.op == "attention":
-            hidden = sum(eager_attention(model, row.module, ROWS)[1]) - drivers.parse(row.driver)(STEP)
+            hidden = sum(eager_attention(model, row.module, ROWS)[1]) - drivers.parse_driver(row.driver)(STEP)
             needed = sum(g.flops for g in row.gradients if g.runs(cost.trained))
             extra += hidden * (row.forward + (needed if backward else 0))
     return extra

@@ -277,7 +277,7 @@ def test_heads_that_are_masked_differently_are_counted_together():
     rows = [row for row in cost.rows if row.op == "attention"]
     # one head sees everything, the other its past; each pair costs a product of 12 for its score, one for its value
     seen = 7**2 + 7 * 8 // 2
-    assert sum(row.forward * drivers.parse(row.driver)(Workload([7])) for row in rows) == 2 * 2 * 12 * seen
+    assert sum(row.forward * drivers.parse_driver(row.driver)(Workload([7])) for row in rows) == 2 * 2 * 12 * seen
 
 
 class Swapping(nn.Module):

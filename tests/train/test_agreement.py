@@ -9,8 +9,8 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from headway.config import load_config
-from headway.models.load import load_config as model_config
 from headway.models.load import load_model
+from headway.models.load import load_model_config as model_config
 from headway.train.run import train
 from helpers.processes import run_processes
 from helpers.runs import read_metrics

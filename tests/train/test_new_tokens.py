@@ -18,8 +18,8 @@ from headway.cli.app import app
 from headway.config import load_config, parse_config
 from headway.data.new_tokens import NewTokens, new_ids
 from headway.errors import ConfigError
-from headway.models.load import load_config as load_architecture
 from headway.models.load import load_model, load_processor
+from headway.models.load import load_model_config as load_architecture
 from headway.models.new_rows import NEW_ROWS, embedding_rows
 from headway.predict.dry_run import learning_model
 from headway.train.run import train

@@ -22,7 +22,7 @@ from headway.data.answers import Answers
 from headway.errors import ConfigError, UnknownModelError
 from headway.models.attention import use_attention
 from headway.models.head import model_with_loss
-from headway.models.load import load_config, load_model, load_processor
+from headway.models.load import load_model, load_model_config, load_processor
 from headway.models.pixel_patches import normalised
 from headway.models.scores import scoring_config
 from headway.objectives.preferences.held_out import preferring_of
@@ -303,4 +303,4 @@ def test_settings_without_effect_are_refused(words, preference, speed, message):
 
 def test_a_family_without_a_class_is_refused(digits):
     with pytest.raises(UnknownModelError, match="no reward model of type 'qwen3_vl'"):
-        scoring_config(load_config(digits / "model"))
+        scoring_config(load_model_config(digits / "model"))

@@ -29,7 +29,7 @@ from torch import nn
 
 from headway.count import drivers
 from headway.tracing import build
-from headway.tracing.classify import inside
+from headway.tracing.classify import lies_within
 from headway.tracing.inputs.model_inputs import alternate_forwards, call, inputs_for, without_arguments
 from headway.tracing.record import Recorder
 from headway.tracing.seams import Seams
@@ -156,7 +156,7 @@ class _Case:
         self.tables = {name for name in self.shapes if isinstance(modules[_module(name)], nn.Embedding)}
         self.modules = {row.module for row in cost.rows}
         self.workload = workload
-        self.units = {row.driver: drivers.parse(row.driver)(workload) for row in cost.rows}
+        self.units = {row.driver: drivers.parse_driver(row.driver)(workload) for row in cost.rows}
         self.executed: dict[frozenset[str], int | None] = {}
         for names, flops in uses.executed.items():
             if matrices := frozenset(names & self.shapes.keys()):
@@ -176,7 +176,7 @@ class _Case:
         if row.op in _WITHOUT_WEIGHTS:
             return frozenset()
         if not row.gradients:
-            near = [name for used in self.executed for name in used if inside(_module(name), [row.module])]
+            near = [name for used in self.executed for name in used if lies_within(_module(name), [row.module])]
             return frozenset(name for name in near if _module(name) not in self.modules - {row.module})
         trained = [self._matrices(g.needs) for g in row.gradients if g.phase == "wgrad"]
         seen = [names for names in trained if any(used <= names for used in self.executed)]
@@ -228,7 +228,7 @@ class _Case:
             if not rest and 0 < extra < self.shapes[name][-1]:
                 return "a causal convolution pads its front, and those outputs belong to no token"
             filled = filled_up(self.workload, rows[0].driver)
-            run = sum(row.forward * drivers.parse(row.driver)(filled) for row in rows)
+            run = sum(row.forward * drivers.parse_driver(row.driver)(filled) for row in rows)
             if done == run:
                 return FILLED_UP_REASON
         return ""
@@ -295,15 +295,15 @@ class _Case:
                 kind = "learnt input"
             elif "elementwise" in roles:
                 kind = "elementwise"
-            elif inside(_module(name), states) and states:
+            elif lies_within(_module(name), states) and states:
                 kind = "recurrence"
-            elif unused and inside(name, unused):
+            elif unused and lies_within(name, unused):
                 kind = "noted in the source"
                 self.seen.note([name], "never runs", "no argument reaches it: `unused` in the ledger's source")
             elif led:
                 kind = "noted in the source"
                 self.seen.note([name], "does not run", f"runs only with {led[0]}: `without` in the ledger's source")
-            elif missing and any(inside(other, [_module(name)]) for other in self.uses.roles):
+            elif missing and any(lies_within(other, [_module(name)]) for other in self.uses.roles):
                 kind = "for arguments that are not given"
                 self.seen.note([name], "is not read where the rest of its module is", f"takes {', '.join(missing)}")
             else:

@@ -21,7 +21,7 @@ from headway.data.blank_media import with_blanks
 from headway.data.encoders import collator_of
 from headway.models import load_model
 from headway.models.head import LossOptions, model_with_loss
-from headway.models.load import load_config, load_processor
+from headway.models.load import load_model_config, load_processor
 from headway.models.parallel.exchange import shares
 from headway.models.parallel.sequence import share_packs
 from headway_bagel.encoding import DrawingEncoder
@@ -46,7 +46,7 @@ CASES = {
 
 def build(folder, rows, model, text=None, vision=None, slots=None, recompute=False, blank=False):
     """A case's model and pack, the same in every process."""
-    config = load_config(folder / model)
+    config = load_model_config(folder / model)
     for part, changes in ((config.text_config, text), (config.vision_config, vision)):
         for name, value in (changes or {}).items():
             setattr(part, name, value)

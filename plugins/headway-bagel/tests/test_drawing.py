@@ -16,7 +16,7 @@ from headway.config.model import family_settings
 from headway.data import read_samples
 from headway.data.encoders import collator_of
 from headway.errors import ConfigError, DataError
-from headway.models.load import load_config, load_model, load_processor
+from headway.models.load import load_model, load_model_config, load_processor
 from headway.models.parallel.ranks import Ranks
 from headway.tracing import trace
 from headway.train.data import open_feed
@@ -308,7 +308,7 @@ def test_adapters_on_either_copy_learn(folder, tmp_path):
 
 
 def test_noise_depends_on_the_sample_and_the_step_alone(folder):
-    config = load_config(folder / "model")
+    config = load_model_config(folder / "model")
     encoder = DrawingEncoder(load_processor(folder / "model"), config)
     samples = [encoder.encode(sample) for sample in read_samples(folder / "data" / "all.jsonl")[:6]]
     collate = collator_of(encoder)
@@ -321,7 +321,7 @@ def test_noise_depends_on_the_sample_and_the_step_alone(folder):
 
 
 def test_latents_of_an_autoencoder_are_drawn_by_sample_and_step(folder):
-    encoder = DrawingEncoder(load_processor(folder / "latents"), load_config(folder / "latents"))
+    encoder = DrawingEncoder(load_processor(folder / "latents"), load_model_config(folder / "latents"))
     samples = [encoder.encode(sample) for sample in read_samples(folder / "data" / "all.jsonl")[:4]]
     collate = collator_of(encoder)
     together, later = (collate(samples).noised(3, step).family_inputs.inputs["encoder_noise"] for step in (7, 8))
@@ -331,7 +331,7 @@ def test_latents_of_an_autoencoder_are_drawn_by_sample_and_step(folder):
 
 
 def test_the_models_own_shift_of_times_holds_where_the_run_says_none(folder):
-    config = load_config(folder / "model")
+    config = load_model_config(folder / "model")
     encoder = DrawingEncoder(load_processor(folder / "model"), config)
     samples = [encoder.encode(sample) for sample in read_samples(folder / "data" / "all.jsonl")[:2]]
     plain = collator_of(encoder)(samples).noised(0, 1).family_inputs.inputs["timesteps"]
@@ -343,7 +343,7 @@ def test_the_models_own_shift_of_times_holds_where_the_run_says_none(folder):
 
 
 def test_data_that_are_moved_have_the_same_noise(folder, tmp_path):
-    encoder = DrawingEncoder(load_processor(folder / "model"), load_config(folder / "model"))
+    encoder = DrawingEncoder(load_processor(folder / "model"), load_model_config(folder / "model"))
     shutil.copytree(folder / "data", tmp_path / "elsewhere")
     noise = []
     for path in (folder / "data", tmp_path / "elsewhere"):
@@ -353,7 +353,7 @@ def test_data_that_are_moved_have_the_same_noise(folder, tmp_path):
 
 
 def test_lengths_are_measured_without_decoding(folder):
-    encoder = DrawingEncoder(load_processor(folder / "model"), load_config(folder / "model"))
+    encoder = DrawingEncoder(load_processor(folder / "model"), load_model_config(folder / "model"))
     for sample in read_samples(folder / "data" / "all.jsonl"):
         assert encoder.measure(sample) == encoder.encode(sample).lengths
 
@@ -369,13 +369,13 @@ def test_lengths_are_measured_without_decoding(folder):
 def test_samples_that_cannot_be_used_get_one_clear_error(folder, tmp_path, row, said):
     path = folder / "data" / "wrong.jsonl"
     path.write_text(json.dumps(row) + "\n")
-    encoder = DrawingEncoder(load_processor(folder / "model"), load_config(folder / "model"))
+    encoder = DrawingEncoder(load_processor(folder / "model"), load_model_config(folder / "model"))
     with pytest.raises(DataError, match=said):
         encoder.encode(read_samples(path)[0])
 
 
 def test_settings_of_the_family_are_read_and_others_refused(folder):
-    config = load_config(folder / "model")
+    config = load_model_config(folder / "model")
     assert family_settings({"flow_weight": 2}, config) == DrawingConfig(flow_weight=2.0)
     assert family_settings({}, config) == DrawingConfig()
     with pytest.raises(ConfigError, match=r"model\.family: unknown key 'flow_wieght', did you mean 'flow_weight'"):

@@ -144,7 +144,7 @@ def test_a_leak_would_be_seen(model):
     given, _ = pack([EDIT], model.config)
     runs = lay_out([EDIT], model.config)[1].splits.copy()
     runs[runs[:, 0] == splits.NOISE, 0] = splits.FULL
-    given["attention_mask"] = torch.from_numpy(splits.mask(runs))[None, None]
+    given["attention_mask"] = torch.from_numpy(splits.mask_of_runs(runs))[None, None]
     given["noise"].requires_grad_()
     model(**given).logits.sum().backward()
     assert given["noise"].grad.any()
@@ -319,7 +319,7 @@ def test_positions_are_shared_by_an_image_and_stay_behind_a_drawn_one():
         latents=[(1, 2, 2)],
         supervised=4,
     )
-    assert np.array_equal(splits.mask(workload.splits), dense_mask([EDIT], bagel_config())[0, 0].numpy())
+    assert np.array_equal(splits.mask_of_runs(workload.splits), dense_mask([EDIT], bagel_config())[0, 0].numpy())
     assert len(contents(EDIT, bagel_config(), 0)["input_ids"]) == workload.tokens
 
 

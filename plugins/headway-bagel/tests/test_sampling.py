@@ -39,7 +39,7 @@ def mask_of(workload):
     masks, start, ends = [], 0, runs[:, 1].cumsum()
     for length in workload.segments.cumsum():
         last = int((ends <= length).sum())
-        masks.append(torch.from_numpy(splits.mask(runs[start:last])))
+        masks.append(torch.from_numpy(splits.mask_of_runs(runs[start:last])))
         start = last
     return torch.block_diag(*masks).bool()[None, None]
 

@@ -15,7 +15,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from headway.checkpoint.folder import Checkpoint
 from headway.config import TrainConfig, load_config
 from headway.config.data import MediaConfig
-from headway.config.sections import changed
+from headway.config.sections import settings_off_default
 from headway.data.sources.files import without_query
 from headway.errors import HeadwayError
 from headway.log.jsonl import as_object
@@ -175,7 +175,7 @@ def _hyperparameters(config: TrainConfig) -> dict[str, Any]:
     """Settings that say how it was trained; none of them is a path."""
     raw, shown = config.to_dict(), {}
     for section, names in _SHOWN.items():
-        more = changed(getattr(config, section)) if section in ("optim", "speed", "parallel") else ()
+        more = settings_off_default(getattr(config, section)) if section in ("optim", "speed", "parallel") else ()
         values = {name: value for name, value in raw[section].items() if name in more or name in names}
         shown[section] = {name: value for name, value in values.items() if name in more or value not in (None, [], {})}
     return {section: settings for section, settings in shown.items() if settings}

@@ -40,7 +40,7 @@ from headway.models.lora import (
     adapters_alone,
     add_saved_adapters,
     base_name,
-    merged,
+    with_merged_adapters,
 )
 from headway.models.quantised import ByteLayout, hold, layouts_by_size
 from headway.stores import exists, place, remove, shown
@@ -148,7 +148,7 @@ def export(
             if leaves_base:
                 files.add(_cast(adapters_alone(part), kind, None))
                 continue
-            weights = merged(model, _in_float32(part, layouts)) if adapts else part
+            weights = with_merged_adapters(model, _in_float32(part, layouts)) if adapts else part
             files.add(revert_weight_conversion(plain, _cast(weights, kind, names)))
         files.close()
         write_card(checkpoint, temporary, adapters=leaves_base)

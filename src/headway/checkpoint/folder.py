@@ -339,7 +339,7 @@ def publish(temporary: Path, folder: Path, keep: int, best: int | None = None) -
     spared = (sound, None if best is None else step_folder(root, best))
     for old in folders[:-keep]:
         if old not in spared:
-            remove(old)
+            remove_checkpoint(old)
 
 
 def _skipped_in_a_row(folder: Path) -> int:
@@ -356,7 +356,7 @@ def step_folders(root: Path) -> list[Path]:
     return sorted(folders, key=lambda path: int(path.name.removeprefix("step-")))
 
 
-def remove(folder: Path) -> None:
+def remove_checkpoint(folder: Path) -> None:
     """Delete a checkpoint without ever leaving half of it under its own name."""
     if is_remote(folder):
         stores.remove(place(folder), MANIFEST)

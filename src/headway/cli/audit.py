@@ -10,7 +10,7 @@ import typer
 from headway.cli import options
 from headway.cli.output import print_result, warn
 from headway.cli.resolve import resolve_architecture, resolve_cost_model, stated_peak
-from headway.cli.workload import WorkloadOptions, check_vision_tokens, describe, prepared
+from headway.cli.workload import WorkloadOptions, check_vision_tokens, describe_workload, prepared
 from headway.errors import LogError, UsageError
 from headway.files import check_plain, read_text
 from headway.log.run_files import METRICS
@@ -292,7 +292,7 @@ def _found(result: "Audit", model: str | None) -> list[tuple[str, str]]:
         devices = "1 device" if recorded.num_ranks == 1 else f"{format_count(recorded.num_ranks)} devices"
         pairs.append(("recorded", f"{recorded.convention} on {devices}"))
     if result.step is not None:
-        rows = f"{describe(result.step.workload)} in rows of {format_count(result.step.seq_len)}"
+        rows = f"{describe_workload(result.step.workload)} in rows of {format_count(result.step.seq_len)}"
         pairs.append(("row stands for", rows))
     # The log's own arithmetic: FLOP per token is TFLOP/s over tokens/s, within its rounding.
     if identified.flops_per_token is not None:

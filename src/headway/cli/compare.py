@@ -9,7 +9,7 @@ from headway.cli import options
 from headway.cli.flops import note_row_length
 from headway.cli.output import print_result, warn, warn_of_unknown
 from headway.cli.resolve import resolve_architecture, stated_peak
-from headway.cli.workload import WorkloadOptions, describe, resolve_for, workload_record
+from headway.cli.workload import WorkloadOptions, describe_workload, resolve_for, workload_record
 from headway.errors import UsageError
 from headway.report import (
     Column,
@@ -92,8 +92,8 @@ def compare(
     if "useful" in impossible:
         warn(
             f"a useful MFU above 100 % cannot be. Likely causes: the step time is not that of this workload "
-            f"({format_duration(step_time)} for {describe(workload)}), --ranks {ranks} is too low for it, or --device "
-            f"{device} is not the device."
+            f"({format_duration(step_time)} for {describe_workload(workload)}), --ranks {ranks} is too low for it, or "
+            f"--device {device} is not the device."
         )
         raise typer.Exit(1)
 
@@ -148,7 +148,7 @@ def _text(
     devices = f"{peak.name} x {ranks}, {format_rate(peak.flops_per_s)} each{dtype} ({peak.source.partition(' (')[0]})"
     pairs = [
         ("model", model),
-        ("workload", describe(step.workload)),
+        ("workload", describe_workload(step.workload)),
         ("row length", f"{format_count(step.seq_len)} tokens, what tools that bill the configured length take"),
         ("forward", f"{macs}, what papers and vision libraries call FLOPs"),
         ("step time", format_duration(step_s)),

@@ -65,7 +65,7 @@ def config(
 def _shown(name: str | None) -> "Iterator[tuple[Setting, str]]":
     """The settings at and below a name, each with what is to be said of those in it: "" if they follow."""
     from headway.config import TrainConfig
-    from headway.config.tree import inside, settings_of
+    from headway.config.tree import inner_prefix, settings_of
 
     places_by_name: dict[tuple[str, str], list[str]] = {}  # of each last part of a name and meaning, where it was told
 
@@ -87,7 +87,7 @@ def _shown(name: str | None) -> "Iterator[tuple[Setting, str]]":
                 yield setting, f"its settings: as {common[0]}*{without}"
                 continue
             yield setting, ""
-            yield from below(setting.section, inside(setting))
+            yield from below(setting.section, inner_prefix(setting))
 
     shown = [(setting, note) for setting, note in below(TrainConfig, "")]
     if name is not None:

@@ -9,7 +9,7 @@ import typer
 from headway.cli import options
 from headway.cli.output import print_result, say, warn, warn_of_unknown
 from headway.cli.resolve import resolve_architecture, resolve_cost_model
-from headway.cli.workload import WorkloadOptions, describe, resolve_for, workload_record
+from headway.cli.workload import WorkloadOptions, describe_workload, resolve_for, workload_record
 from headway.errors import UnknownConventionError, UsageError
 from headway.report import Column, format_count, format_flops, format_share, render_pairs, render_table
 
@@ -189,7 +189,7 @@ def _text(
     if reference is not None:
         pairs.append(("reference", f"{reference.name}, forward only"))
     pairs += [
-        ("workload", describe(workload)),
+        ("workload", describe_workload(workload)),
         ("total", f"{format_count(count.total)} FLOP, {format_flops(count.total / workload.tokens)} per token"),
     ]
     if count.recompute:
@@ -266,7 +266,7 @@ def print_bill(
     table = render_table(columns, rows, footer=["total", format_flops(bill.flops), format_share(1.0)])
     pairs = [
         ("model", cost_model.name),
-        ("workload", describe(workload)),
+        ("workload", describe_workload(workload)),
         ("billed", f"{format_count(bill.tokens)} token positions; row length {format_count(step.seq_len)}"),
         ("useful", f"{format_flops(useful)}; this convention bills {bill.flops / useful:.3f} times that"),
         ("convention", f"{convention.full_name}; {convention.why}"),

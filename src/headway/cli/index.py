@@ -12,8 +12,8 @@ from headway.cli.options import (
     JsonOption,
     MaxCharactersOption,
     MediaOption,
-    columns_of,
-    sizes_of,
+    column_names,
+    media_bounds,
 )
 from headway.cli.output import needs_extra, print_result, warn
 from headway.count.modalities import MODALITIES
@@ -90,12 +90,12 @@ def index(
 
     policy = BadSamples("skip" if on_bad == "skip" else "error", limit=None, fraction=None, quarantine=quarantine)
     options: dict[str, Any] = {"schema": schema, "root": root, "allow_remote": allow_remote}
-    options["columns"] = columns_of(column)
+    options["columns"] = column_names(column)
     data = list(dict.fromkeys(data))
     names = own_names(data)  # a typo in a path is told before anything is measured
     sources = [open_source(path, name=name, **options) for path, name in zip(data, names, strict=True)]
     measuring: dict[str, Any] = {"cache": cache, "workers": workers, "refresh": refresh}
-    settings = ProcessorSettings(ChatSettings.of(chat_template), sizes_of(media))
+    settings = ProcessorSettings(ChatSettings.of(chat_template), media_bounds(media))
     index_ = build_indices(sources, model, max_characters, policy, settings=settings, **measuring)
     indices = dict(zip(data, index_, strict=True))
     print_result(

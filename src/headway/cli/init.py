@@ -10,7 +10,7 @@ import typer
 from headway.cli.dry_run import saved_as_learning
 from headway.cli.index import build_indices
 from headway.cli.opened import read_template
-from headway.cli.options import ChatTemplateOption, ColumnOption, JsonOption, columns_of, devices_from
+from headway.cli.options import ChatTemplateOption, ColumnOption, JsonOption, column_names, devices_from
 from headway.cli.output import needs_extra, print_result, warn
 from headway.cli.resolve import resolve_ledger
 from headway.errors import UsageError
@@ -82,7 +82,7 @@ def init(
         from headway.data.sources import open_source
         from headway.hub import located
 
-        columns = columns_of(column)
+        columns = column_names(column)
         sources = [open_source(path, columns=columns) for path in data]
         if held_out is not None:
             open_source(held_out, columns=columns)

@@ -115,7 +115,7 @@ def look(
     if config is not None:
         shown = _of_config(config, rows, num_packs, ranks or 1)
     else:
-        settings = ProcessorSettings(read_template(chat_template) or ChatSettings(), options.sizes_of(media))
+        settings = ProcessorSettings(read_template(chat_template) or ChatSettings(), options.media_bounds(media))
         chosen: dict[str, Any] = {"ranks": ranks or 1, "overlong": overlong or "drop", "seed": seed or 0}
         chosen |= {"packing_length": packing_length, "settings": settings}
         shown = _of_data(data, model or "", rows, num_packs, max_characters, **chosen)
@@ -195,11 +195,11 @@ def _of_config(config: "TrainConfig", rows: range, num_packs: int, ranks: int) -
     from headway.config.model import family_settings
     from headway.data.encoders import prepare_encoder
     from headway.data.processor_settings import ProcessorSettings
-    from headway.models import load_config as load_architecture
+    from headway.models import load_model_config as load_architecture
     from headway.models import load_processor
     from headway.models.load import load_model
     from headway.models.new_rows import embedding_rows
-    from headway.optim import adapt, freeze, rows_of
+    from headway.optim import adapt, freeze, rows_for_new_tokens
     from headway.packing.items import Items
     from headway.packing.order import Order
     from headway.packing.plan import Plan
@@ -213,7 +213,7 @@ def _of_config(config: "TrainConfig", rows: range, num_packs: int, ranks: int) -
     _require(rows, sources)
     # The model without weights: its ledger balances packs, its classes encode samples.
     with working(f"tracing {config.model.path}"):
-        shell = load_model(config.model.path, random_init=True, device="meta", rows=rows_of(config.model))
+        shell = load_model(config.model.path, random_init=True, device="meta", rows=rows_for_new_tokens(config.model))
         costs = adapt(shell, freeze(shell, trace(shell), config.model.freeze), config.model)
     # The processor as training changes it.
     settings = ProcessorSettings.of(**config.of_processor())

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headway.cli.options import ColumnOption, JsonOption, columns_of
+from headway.cli.options import ColumnOption, JsonOption, column_names
 from headway.cli.output import needs_extra, print_result
 from headway.errors import UsageError
 from headway.log.working import working
@@ -89,7 +89,7 @@ def new_model(
         from headway.data.sources import open_source
 
         sources = [
-            open_source(path, columns=columns_of(column)) for path in data
+            open_source(path, columns=column_names(column)) for path in data
         ]  # a typo is told before torch is imported
         from headway.synthetic.new_model import TRAINING_BYTES, write_new_model
 

@@ -132,7 +132,7 @@ ColumnOption = Annotated[
 ]
 
 
-def columns_of(assignments: list[str] | None) -> dict[str, str]:
+def column_names(assignments: list[str] | None) -> dict[str, str]:
     """Read `--column`: the dataset's name of each column, by the name that it has here.
 
     Raises:
@@ -200,7 +200,7 @@ MediaOption = Annotated[
 ]
 
 
-def sizes_of(assignments: list[str] | None) -> "MediaSizes":
+def media_bounds(assignments: list[str] | None) -> "MediaSizes":
     """Read `--media`: bounds on what is read of media, by the names and with the limits of a run's settings.
 
     Raises:

@@ -108,7 +108,7 @@ def pack(
         _check_plot_path(plot)
     budget = Budget(packing_length, patches, items)
     # The samples' lengths and, by a model's ledger, their FLOPs, which balance needs.
-    sources = _lengths(data, lengths, model, max_characters, options.columns_of(column), media)
+    sources = _lengths(data, lengths, model, max_characters, options.column_names(column), media)
     has_patches = any(source.patches.any() for source in sources.values())
     name = model or (IMAGE_MODEL if has_patches else TEXT_MODEL)
     planned, counts = Items.build(sources, budget, policy, resolve_cost_model(name))
@@ -196,7 +196,7 @@ def _measured(
     data = list(dict.fromkeys(data))
     names = zip(data, own_names(data), strict=True)
     sources = [open_source(path, name=name, columns=columns) for path, name in names]
-    settings = ProcessorSettings(sizes=options.sizes_of(media))
+    settings = ProcessorSettings(sizes=options.media_bounds(media))
     indices = build_indices(sources, model, max_characters, settings=settings)
     return {source.name: index for source, index in zip(sources, indices, strict=True)}
 

@@ -348,7 +348,7 @@ def workload_record(workload: "Workload") -> dict[str, Any]:
     }
 
 
-def describe(workload: "Workload") -> str:
+def describe_workload(workload: "Workload") -> str:
     """Say what a workload holds: "4 segments, 12,800 tokens, 2 images, 3,072 patches"."""
     parts = [_plural(workload.num_segments, "segment"), _plural(workload.tokens, "token")]
     if workload.slots > workload.tokens:

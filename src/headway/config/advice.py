@@ -1,7 +1,7 @@
 """Notes on settings that have no effect in a run of so many steps: harmless, so warned of and not refused."""
 
 from headway.config.read import TrainConfig
-from headway.config.sections import changed
+from headway.config.sections import settings_off_default
 
 
 def warnings(config: TrainConfig, steps: int) -> list[str]:
@@ -51,6 +51,6 @@ def _never_used(config: TrainConfig) -> list[str]:
         notes += [
             f"{name} has no effect without eval.every or eval.at_end" for name, is_set in unused.items() if is_set
         ]
-    if judged.generate is None and "max_new_tokens" in changed(judged):
+    if judged.generate is None and "max_new_tokens" in settings_off_default(judged):
         notes.append("eval.max_new_tokens has no effect without eval.generate")
     return notes

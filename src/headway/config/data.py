@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from headway.config.sections import FREE_ON_RESUME, Positive, Section, Share, Slots, changed
+from headway.config.sections import FREE_ON_RESUME, Positive, Section, Share, Slots, settings_off_default
 
 Overlong = Literal["error", "drop", "truncate", "split"]
 Pixels = Annotated[int, Field(ge=1, le=2**40)]
@@ -129,7 +129,7 @@ class StageConfig(SourceConfig):
         if (self.path is None) == (not self.mix):
             raise ValueError("a source needs 'path', or 'mix' with several of them; not both")
         if self.mix:
-            unused = sorted(changed(self) - {"mix", "samples"})
+            unused = sorted(settings_off_default(self) - {"mix", "samples"})
             if unused:
                 raise ValueError(f"{', '.join(unused)} have no effect beside 'mix'; give them in its parts")
         _check_shares(self.mix)
@@ -181,7 +181,7 @@ class BadSamplesConfig(Section):
 
     @model_validator(mode="after")
     def _limits_take_effect(self) -> Self:
-        if self.policy == "error" and changed(self):
+        if self.policy == "error" and settings_off_default(self):
             raise ValueError("limit and fraction have no effect with policy 'error'")
         return self
 
@@ -295,7 +295,7 @@ class DataConfig(MediaConfig, SourcesConfig):
                 "after the other; not in both"
             )
         for index, source in enumerate(self.train if len(self.train) > 1 else ()):
-            unclear = [name for name in ("mix", "samples", "epochs") if name in changed(source)]
+            unclear = [name for name in ("mix", "samples", "epochs") if name in settings_off_default(source)]
             if unclear:
                 raise ValueError(
                     f"train lists {len(self.train)} sources that play together, and entry {index} has '{unclear[0]}'. "

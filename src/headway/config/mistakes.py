@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from headway.config.other_tools import translated
 from headway.config.sections import unit_of
-from headway.config.tree import bounds_of, walk, words_of
+from headway.config.tree import allowed_values, bounds_of, walk
 from headway.report.quantity import doubt, examples
 
 _BOUNDS = {
@@ -26,7 +26,7 @@ _FAR = 0.85  # likewise, in another section, of names of at least
 _LONG = 5  # letters
 
 
-def describe(error: Mapping[str, Any], root: type[BaseModel]) -> str:
+def mistake_clause(error: Mapping[str, Any], root: type[BaseModel]) -> str:
     """Render an error of pydantic as a clause.
 
     Args:
@@ -57,7 +57,7 @@ def describe(error: Mapping[str, Any], root: type[BaseModel]) -> str:
     if error["type"] in _BOUNDS:
         return f"{name} = {value!r}: must be {_BOUNDS[error['type']]} {next(iter(error['ctx'].values())):,}{meaning}"
     unit = unit_of(info.description or "")[1] if info is not None else ""
-    values = words_of(annotation, bounds_of(info.metadata) if info is not None else "")
+    values = allowed_values(annotation, bounds_of(info.metadata) if info is not None else "")
     doubtful = (
         doubt(value, unit, whole="whole number" in values) if isinstance(value, str) and "number" in values else ""
     )
@@ -70,7 +70,7 @@ def describe_all(errors: Iterable[Mapping[str, Any]], root: type[BaseModel]) -> 
     for error in errors:
         place, _, _ = _field(tuple(error["loc"]), root)
         own = error["loc"] if error["type"] in ("extra_forbidden", "missing", "value_error") else ()
-        clauses.setdefault((place, own, error["msg"] if own else ""), describe(error, root))
+        clauses.setdefault((place, own, error["msg"] if own else ""), mistake_clause(error, root))
     return list(dict.fromkeys(clauses.values()))
 
 
@@ -79,7 +79,7 @@ def _values(annotation: Any, info: Any) -> str:
     section = _section(annotation)
     if section is not None:
         return f"its settings, such as {{{_first_key(section)}: ...}}; it has {', '.join(_fields(section))}"
-    values = words_of(annotation, bounds_of(info.metadata) if info is not None else "")
+    values = allowed_values(annotation, bounds_of(info.metadata) if info is not None else "")
     *others, last = values.split(" | ")
     listed = f"{', '.join(others)} or {last}" if others else last
     listed = f"a {listed}" if listed.startswith(_NOUNS) else listed

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, PrivateAttr, ValidationError, field_validator, model_validator
 
 from headway.config.mistakes import describe_all
-from headway.config.sections import FREE_ON_RESUME, Fraction, Positive, Section, Share, changed
+from headway.config.sections import FREE_ON_RESUME, Fraction, Positive, Section, Share, settings_off_default
 from headway.count.quantised import Base
 from headway.count.recompute import KINDS, is_for_training, towers
 from headway.errors import ConfigError
@@ -229,7 +229,7 @@ class SpeedConfig(Section):
 
     @model_validator(mode="after")
     def _recompiles_are_of_something_compiled(self) -> Self:
-        if self.compile is False and "recompiles" in changed(self):
+        if self.compile is False and "recompiles" in settings_off_default(self):
             raise ValueError("recompiles has no effect with compile: false")
         return self
 
@@ -243,7 +243,7 @@ class SpeedConfig(Section):
 
     @model_validator(mode="after")
     def _chunks_are_ours(self) -> Self:
-        if self.kernels == "liger" and self.loss_chunk is not None and "loss_chunk" in changed(self):
+        if self.kernels == "liger" and self.loss_chunk is not None and "loss_chunk" in settings_off_default(self):
             raise ValueError("loss_chunk has no effect with kernels 'liger', which choose their own; leave it out")
         return self
 

@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from headway.config.sections import FREE_ON_RESUME, Fraction, Positive, Section, Share, changed
+from headway.config.sections import FREE_ON_RESUME, Fraction, Positive, Section, Share, settings_off_default
 from headway.report.quantity import parse_number
 
 _USES = {  # settings of the schedule, and the schedules that read them
@@ -155,7 +155,7 @@ class OptimConfig(Section):
                 "say how long the run is, with 'steps' or with 'epochs'"
                 + ("" if self.steps is None else "; both are given, so set one of them to null")
             )
-        for setting in changed(self) & _USES.keys():
+        for setting in settings_off_default(self) & _USES.keys():
             if self.schedule not in (readers := _USES[setting]):
                 raise ValueError(
                     f"{setting} has no effect with schedule {self.schedule!r}; remove it or use {' or '.join(readers)}"

@@ -99,6 +99,6 @@ def _takes_null(annotation: Any) -> bool:
     return annotation is type(None) or type(None) in get_args(annotation)
 
 
-def changed(section: Section) -> set[str]:
+def settings_off_default(section: Section) -> set[str]:
     """The settings that are not at their defaults; a resolved configuration, which is read again, holds them all."""
     return {name for name, info in type(section).model_fields.items() if getattr(section, name) != info.default}

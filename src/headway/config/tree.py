@@ -60,7 +60,7 @@ def settings_of(section: type[BaseModel], prefix: str = "") -> list[Setting]:
         settings.append(
             Setting(
                 name=prefix + (info.alias or key),
-                values=words_of(info.annotation, bounds_of(info.metadata)),
+                values=allowed_values(info.annotation, bounds_of(info.metadata)),
                 unit=unit,
                 default=None if info.is_required() or isinstance(info.default, BaseModel) else _plain(info.default),
                 meaning=meaning,
@@ -77,10 +77,10 @@ def walk(section: type[BaseModel], prefix: str = "") -> Iterator[Setting]:
     for setting in settings_of(section, prefix):
         yield setting
         if setting.section is not None:
-            yield from walk(setting.section, inside(setting))
+            yield from walk(setting.section, inner_prefix(setting))
 
 
-def inside(setting: Setting) -> str:
+def inner_prefix(setting: Setting) -> str:
     """Prefix of the names of the settings in a section."""
     return f"{setting.name}.{ITEM}." if setting.is_list else f"{setting.name}."
 
@@ -108,21 +108,21 @@ def bounds_of(metadata: Any) -> str:
     return ", ".join(word for word in words if word)
 
 
-def words_of(annotation: Any, bounds: str = "") -> str:  # noqa: PLR0911 - a line for each kind of annotation
+def allowed_values(annotation: Any, bounds: str = "") -> str:  # noqa: PLR0911 - a line for each kind of annotation
     """The values that an annotation allows, in words; `bounds` are those of its numbers."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         inner = ", ".join(word for word in (bounds_of(arguments[1:]), bounds) if word)
-        return words_of(arguments[0], inner)
+        return allowed_values(arguments[0], inner)
     if origin is Literal:
         return " | ".join(_plain(value) for value in arguments)
     if origin in (Union, types.UnionType):
-        return " | ".join(dict.fromkeys(words_of(kind, bounds) for kind in arguments))
+        return " | ".join(dict.fromkeys(allowed_values(kind, bounds) for kind in arguments))
     if origin is tuple:
         if _section(annotation):
             return "list"
         size = "" if arguments[-1] is Ellipsis else f"{len(arguments)}, each "
-        return f"list of {size}{words_of(arguments[0])}"
+        return f"list of {size}{allowed_values(arguments[0])}"
     if annotation is types.NoneType:
         return "null"
     if annotation is bool:

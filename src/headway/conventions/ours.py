@@ -92,7 +92,7 @@ def _units(row: Row, workload: Workload, squares: int) -> int:
         return workload.slots
     if row.op == "attention" and drivers.tower(row.driver) == "language":
         return squares
-    return drivers.parse(row.driver)(workload)
+    return drivers.parse_driver(row.driver)(workload)
 
 
 def _cost_model(model: Architecture) -> CostModel:

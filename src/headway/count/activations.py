@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 from headway.count import drivers
-from headway.count.models import folder_of, shipped_models
+from headway.count.models import ledger_folder, shipped_models
 from headway.count.storage import from_ranges, to_ranges
 from headway.count.workload import Workload
 from headway.errors import CostModelError
@@ -67,7 +67,7 @@ def bytes_of(rows: Rows, workload: Workload) -> int:
     >>> bytes_of({"tokens": Fraction(28676)}, Workload([1000, 48]))
     30052448
     """
-    return round(sum(factor * drivers.parse(driver)(workload) for driver, factor in rows.items()))
+    return round(sum(factor * drivers.parse_driver(driver)(workload) for driver, factor in rows.items()))
 
 
 def to_lists(saved: SavedActivations) -> list[Any]:
@@ -110,9 +110,9 @@ def shipped_activations(name: str, precision: str) -> SavedActivations:
     return from_lists(precisions[precision])
 
 
-def save(name: str, traced: Mapping[str, list[Any]]) -> None:
+def save_activations(name: str, traced: Mapping[str, list[Any]]) -> None:
     """Put what was traced of a model into its folder's file, one line an entry, so that changes read well in a diff."""
-    file = folder_of(name) / _FILE_NAME
+    file = ledger_folder(name) / _FILE_NAME
     models = {**(json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}), name: traced}
     _shipped.cache_clear()
     parts = [f' "{model}": {_lines(precisions)}' for model, precisions in sorted(models.items())]
@@ -129,7 +129,7 @@ def _lines(precisions: Mapping[str, list[Any]]) -> str:
 
 @cache
 def _shipped() -> dict[str, dict[str, list[Any]]]:
-    files = dict.fromkeys(folder_of(name) / _FILE_NAME for name in shipped_models())
+    files = dict.fromkeys(ledger_folder(name) / _FILE_NAME for name in shipped_models())
     return {name: rows for file in files for name, rows in json.loads(file.read_text(encoding="utf-8")).items()}
 
 

@@ -133,7 +133,7 @@ class CostModel:
     @cached_property
     def _evaluators(self) -> dict[str, Callable[[Workload], int]]:
         names = dict.fromkeys(name for row in self.rows for name in (row.driver, _evaluated(row)))
-        return {driver: drivers.parse(driver) for driver in names}
+        return {driver: drivers.parse_driver(driver) for driver in names}
 
     def count(
         self, workload: Workload, *, recompute: str = "none", forward_only: bool = False, by: By = "component"

@@ -314,7 +314,7 @@ _STEPS = re.compile(r"[1-9]\d*(:-?\d+(:[1-9]\d*)?)?")
 
 
 @cache
-def parse(driver: str) -> Callable[[Workload], int]:
+def parse_driver(driver: str) -> Callable[[Workload], int]:
     """Turn a driver's text into the function that evaluates it on a workload.
 
     Raises:
@@ -330,12 +330,12 @@ def parse(driver: str) -> Callable[[Workload], int]:
     """
     grids = _of_one_kind(driver)
     if grids is not None:  # images are what a driver of patches counts, and so stand in for any kind of grid
-        of_kind = parse(driver.removeprefix(f"{grids.kind}_"))
+        of_kind = parse_driver(driver.removeprefix(f"{grids.kind}_"))
         return lambda workload: of_kind(Workload(workload.segments, images=workload.sizes(grids.name)))
     base, _, steps = driver.partition("/")
     strided = ("source", "pairs:cross", *(name for name, row in MODALITIES.items() if row.shape == "lengths"))
     if base.startswith(strided) and _STEPS.fullmatch(steps):
-        evaluate, numbers = parse(base), [int(n) for n in steps.split(":")]
+        evaluate, numbers = parse_driver(base), [int(n) for n in steps.split(":")]
         return lambda workload: evaluate(_shortened(workload, *numbers))
     name, digits = _PARAMETERS.fullmatch(driver).groups()  # type: ignore[union-attr]  # anything matches
     parameters = [int(n) for n in digits.split(":")] if digits else []

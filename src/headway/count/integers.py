@@ -83,7 +83,7 @@ def boundaries_of(values: IntsLike, argmin: int | None, what: str) -> Ints:
     return bounds
 
 
-def joined(parts: Sequence[Ints], columns: int = 0) -> Ints:
+def concatenate_rows(parts: Sequence[Ints], columns: int = 0) -> Ints:
     """Lay arrays of integers, of so many columns each, end to end; an empty one of none."""
     filled = [part for part in parts if part.size]
     if filled:
@@ -104,5 +104,7 @@ def per_segment(values: IntsLike, what: str, rule: str, segments: Ints) -> Ints:
 def joined_per_segment(segments: Sequence[Ints], lengths: Sequence[Ints]) -> Ints:
     """Join lengths that are one per segment, with zeros where a part has none; nothing if none has any."""
     if not any(part.size for part in lengths):
-        return lengths[0] if lengths else joined([])
-    return joined([part if part.size else np.zeros_like(s) for part, s in zip(lengths, segments, strict=True)])
+        return lengths[0] if lengths else concatenate_rows([])
+    return concatenate_rows(
+        [part if part.size else np.zeros_like(s) for part, s in zip(lengths, segments, strict=True)]
+    )

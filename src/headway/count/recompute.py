@@ -78,7 +78,7 @@ class Term:
         return blocks
 
 
-def parse(choice: str) -> tuple[Term, ...]:
+def parse_recompute(choice: str) -> tuple[Term, ...]:
     """Read a choice; `none` has no terms.
 
     >>> parse("vision:every:2")
@@ -125,7 +125,8 @@ def is_for_training(choice: str) -> bool:
     (True, True, False)
     """
     return all(
-        term.text in KINDS if term.leaves_out else term.every and not term.to_the_end for term in parse(choice)
+        term.text in KINDS if term.leaves_out else term.every and not term.to_the_end
+        for term in parse_recompute(choice)
     ) and not choice.startswith("-")
 
 
@@ -149,7 +150,7 @@ def recomputed_blocks(
     {'layers.0': frozenset({'mlp'})}
     """
     chosen: dict[str, frozenset[str]] = {}
-    for term in parse(choice):
+    for term in parse_recompute(choice):
         blocks = term.blocks(names, towers)
         if term.leaves_out and term.text in KINDS:
             chosen = {name: kinds | {term.text} for name, kinds in chosen.items()}
@@ -230,7 +231,7 @@ def kept_layers(blocks: Mapping[str, Collection[str]], rows: Sequence[Row]) -> d
     layers = {name: _kept_of_block(by_block.get(name, []), kinds) for name, kinds in blocks.items()}
     for kind in PRODUCTS:
         keeping = [name for name, kinds in blocks.items() if kind in kinds]
-        if keeping and not any(kind_of(row) == kind for name in keeping for row in layers[name]):
+        if keeping and not any(result_kind(row) == kind for name in keeping for row in layers[name]):
             raise UsageError(f"recompute: the blocks have no linear layers of {kind} to keep; leave out ',-{kind}'.")
     return layers
 
@@ -245,12 +246,12 @@ def can_keep(rows: Sequence[Row], blocks: Collection[str], kinds: Collection[str
 
 
 def _kept_of_block(rows: Sequence[Row], kinds: Collection[str]) -> list[Row]:
-    wanted = [row for row in rows if row.recomputed and kind_of(row) in PRODUCTS and kind_of(row) in kinds]
+    wanted = [row for row in rows if row.recomputed and result_kind(row) in PRODUCTS and result_kind(row) in kinds]
     for row in wanted:
         if row.features is None:
             raise UsageError(
                 f"recompute: the result of {row.module} cannot be kept, as it is no linear layer; leave out "
-                f"',-{kind_of(row)}'."
+                f"',-{result_kind(row)}'."
             )
     sizes = {row.features for row in wanted}
     alike = [row for row in rows if row.features in sizes]
@@ -263,7 +264,7 @@ def _kept_of_block(rows: Sequence[Row], kinds: Collection[str]) -> list[Row]:
     return alike
 
 
-def kind_of(row: Row) -> str:
+def result_kind(row: Row) -> str:
     """Name what a choice leaves out to keep the row's result; "" for adapters, which are small and always run again."""
     return "" if is_adapter(row.module) else row.component.partition(".")[2]
 
@@ -283,7 +284,7 @@ def run_again(rows: Sequence[Row], trained: int, choice: str, name: str) -> set[
     Raises:
         UsageError: a term matches nothing.
     """
-    terms = parse(choice)
+    terms = parse_recompute(choice)
     if not terms:
         return set()
     lives = [any(g.runs(trained) for g in row.gradients) for row in rows]

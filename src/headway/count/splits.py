@@ -171,7 +171,7 @@ def causal_tokens(runs: Ints) -> int:
     return int(runs[IS_CAUSAL[runs[:, 0]], 1].sum())
 
 
-def mask(runs: Ints) -> NDArray[np.bool_]:
+def mask_of_runs(runs: Ints) -> NDArray[np.bool_]:
     """Draw the mask of one segment.
 
     Args:

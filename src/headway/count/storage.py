@@ -107,7 +107,7 @@ def from_dict(data: Any, where: str) -> CostModel:
         raise CostModelError(f"{where} is a damaged cost model ({error}): trace the model again.") from error
 
 
-def save(model: CostModel, path: Path) -> None:
+def save_cost_model(model: CostModel, path: Path) -> None:
     """Write a cost model to a JSON file, one row or parameter a line, so that changes read well in a diff."""
     data = to_dict(model)
     lines = []

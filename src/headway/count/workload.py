@@ -17,7 +17,7 @@ from headway.count.integers import (
     Ints,
     IntsLike,
     boundaries_of,
-    joined,
+    concatenate_rows,
     joined_per_segment,
     lengths_of,
     per_segment,
@@ -183,7 +183,7 @@ class Workload:
     @property
     def grids(self) -> Ints:
         """Image grids, then video grids [patches], shape (M + V, 3)."""
-        return joined([self.images, self.videos], 3)
+        return concatenate_rows([self.images, self.videos], 3)
 
     @property
     def sources(self) -> Ints:
@@ -320,7 +320,7 @@ class Workload:
             if all(w._logits is None for w in parts)
             else sum(w._tokens if w._logits is None else w._logits for w in parts),
             _joined_media(parts),
-            _segments=joined([w._segments for w in parts]),
+            _segments=concatenate_rows([w._segments for w in parts]),
             _sources=joined_per_segment([w._segments for w in parts], [w._sources for w in parts]),
             _past=joined_per_segment([w._segments for w in parts], [w._past for w in parts]),
             _splits=runs.joined_runs([w._segments for w in parts], [w._splits for w in parts]),
@@ -477,7 +477,7 @@ def _num_units(media: Mapping[str, Ints], modality: str) -> int:
 def _joined_media(workloads: Sequence[Workload]) -> dict[str, Ints]:
     """Lay the sizes of several workloads end to end, each kind by itself."""
     there_are = {name for w in workloads for name in w._media}
-    return {name: joined([w.sizes(name) for w in workloads]) for name in MODALITIES if name in there_are}
+    return {name: concatenate_rows([w.sizes(name) for w in workloads]) for name in MODALITIES if name in there_are}
 
 
 def _frozen(array: Ints) -> Ints:

@@ -17,7 +17,7 @@ from headway.count.modalities import MODALITIES
 from headway.count.splits import branched
 from headway.data.answers import Answers, answers_of
 from headway.data.encoded import EncodedSample
-from headway.data.media.joining import Joinable, joined
+from headway.data.media.joining import Joinable, pack_tensor
 from headway.data.media.tensors import MediaTensors, joined_media, model_arguments
 from headway.data.samples import Origin
 from headway.errors import ConfigError, DataError
@@ -431,4 +431,6 @@ def _processed(samples: Sequence[EncodedSample]) -> dict[str, torch.Tensor]:
     for sample in samples:
         for name, joinable in sample.processed.items():
             by_name.setdefault(name, []).append(joinable)
-    return {name: joined([joinable.tensor_X for joinable in parts], parts[0].rule) for name, parts in by_name.items()}
+    return {
+        name: pack_tensor([joinable.tensor_X for joinable in parts], parts[0].rule) for name, parts in by_name.items()
+    }

@@ -43,7 +43,7 @@ from headway.models.load import Processor, RopeIndex
 from headway.models.losses import IGNORED
 from headway.models.pixel_patches import Scale
 from headway.packing.parts import Dropout
-from headway.packing.pieces import runs_of
+from headway.packing.pieces import target_runs
 
 _VERSION = 4  # version of encoding; raised when the same settings come to mean other tokens
 _BLANK = Document((), Origin("", "", 0, ""))  # where a blank image comes from
@@ -221,7 +221,7 @@ class Encoder:
                     supervised=len(targets),
                     first_target=int(targets[0]),
                     media_end=tokens.media_end,
-                    targets=runs_of(tokens.supervised_S),
+                    targets=target_runs(tokens.supervised_S),
                     media=planned.media.sizes,
                 )
             views.append((lengths, tokens))

@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from headway.data.media.joining import Joinable, joined
+from headway.data.media.joining import Joinable, pack_tensor
 from headway.data.media.placeholders import SampleTokens
 from headway.data.media.tensors import MediaTensors, joined_media
 from headway.data.samples import MediaPart, Origin, Preference, SampleLengths
 from headway.models.losses import IGNORED
 from headway.packing.budget import Size, segments_within
 from headway.packing.parts import SamplePart
-from headway.packing.pieces import runs_of
+from headway.packing.pieces import target_runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +106,7 @@ class EncodedSample:
             supervised=len(targets),
             first_target=int(targets[0]) + 1 if len(targets) else 0,
             media_end=self.media_end,
-            targets=runs_of((self.labels_S != IGNORED).numpy()),
+            targets=target_runs((self.labels_S != IGNORED).numpy()),
             media={name: _listed(media.sizes) for name, media in self.media.items()},
             segments=self.segments,
             parts=tuple(part.numbers for part in self.parts),
@@ -157,7 +157,7 @@ def joined_views(views: Sequence[EncodedSample]) -> EncodedSample:
         token_types_S=_end_to_end([view.token_types_S for view in views]),
         media=joined_media([view.media for view in views]),
         processed={
-            name: Joinable(joined([joinable.tensor_X for joinable in parts], parts[0].rule), parts[0].rule)
+            name: Joinable(pack_tensor([joinable.tensor_X for joinable in parts], parts[0].rule), parts[0].rule)
             for name, parts in processed.items()
         },
         media_end=lengths.media_end,

@@ -17,7 +17,7 @@ from headway.data.media.processor_images import reads_processed_images
 from headway.data.processor_settings import ProcessorSettings
 from headway.errors import CheckpointError, foreign
 from headway.hub import located
-from headway.models.load import load_config, load_processor
+from headway.models.load import load_model_config, load_processor
 from headway.models.new_rows import embedding_rows
 from headway.models.vision import patch_size_of
 from headway.plugins import family_hook, objective_of
@@ -51,7 +51,7 @@ def open_encoder(
     own = family_encoder(processor, config, max_image_pixels=max_image_pixels, max_characters=max_characters)
     if own is not None:
         return own
-    patch_size = patch_size_of(load_config(model)) if reads_processed_images(processor) else None
+    patch_size = patch_size_of(load_model_config(model)) if reads_processed_images(processor) else None
     with settings_of_strangers(processor):
         return Encoder(
             processor,
@@ -118,7 +118,7 @@ def prepare_encoder(
 def _config(model: str) -> PreTrainedConfig | None:
     """A model's configuration; None of a folder that holds a tokenizer alone."""
     path = Path(located(model))
-    return None if path.is_dir() and not (path / "config.json").is_file() else load_config(model)
+    return None if path.is_dir() and not (path / "config.json").is_file() else load_model_config(model)
 
 
 def collator_of(encoder: Encoder, **settings: Any) -> Collator:

@@ -118,10 +118,10 @@ def new_ids(model: str, tokens: NewTokens) -> NewIds:
         ConfigError: as `NewTokens.add_to`, or a model whose family writes tokens of its own.
         UnknownModelError, CheckpointError: the model cannot be opened.
     """
-    from headway.models.load import load_config, load_processor
+    from headway.models.load import load_model_config, load_processor
     from headway.models.new_rows import embedding_rows
 
-    config = load_config(model)
+    config = load_model_config(model)
     if lays_out_packs(config):
         raise ConfigError(
             f"model.new_tokens cannot be added to a model of type {config.model_type!r}, whose family writes texts "

@@ -104,7 +104,7 @@ def from_block(shared: SharedBlock) -> Any:
     return _TensorUnpickler(io.BytesIO(pickled), shared.block).load()
 
 
-def on_device(batches: "Iterable[Batch]", device: torch.device) -> "Iterator[Batch]":
+def transfer_ahead(batches: "Iterable[Batch]", device: torch.device) -> "Iterator[Batch]":
     """Move packs to a device, each before it is asked for; whoever asks computes on the stream that is current then.
 
     Args:

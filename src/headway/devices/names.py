@@ -40,7 +40,7 @@ def matches(reported: ReportedDevice) -> list[Device]:
         )
     devices = [device for device in all_devices() if reported.name in device.names]
     if not devices:
-        raise unknown(reported.name)
+        raise unknown_device(reported.name)
     fitting = [device for device in devices if _agrees(device, reported)]
     if not fitting:
         choices = " or ".join(f"{device.key} with {properties(device)}" for device in devices)
@@ -62,7 +62,7 @@ def named_devices(name: str) -> list[Device]:
     """
     devices = [device for device in all_devices() if name.lower() in {text.lower() for text in device.spoken_names()}]
     if not devices:
-        raise unknown(name)
+        raise unknown_device(name)
     return [device for device in devices if not device.is_shipped] or devices
 
 
@@ -93,7 +93,7 @@ def properties(device: Device | ReportedDevice) -> str:
     return " and ".join(parts) or "no properties"
 
 
-def unknown(name: str) -> UnknownDeviceError:
+def unknown_device(name: str) -> UnknownDeviceError:
     """Say that no device has a name, which are alike, and what to do."""
     spoken = {text.lower(): text for device in all_devices() for text in (*device.aliases, *device.names)}
     alike = [text for text in spoken if _model(text) == _model(name.lower())]  # P100 is neither B100 nor P10

@@ -171,7 +171,7 @@ def _check_paths(paths: set[str], work: StatedWork, source: str) -> None:
     total = 0
     # Sum up the FLOPs of modules that neither ran under their path nor lie in a unit that did.
     for row in work.cost_model.rows:
-        flops = row.forward * drivers.parse(row.driver)(work.workload)
+        flops = row.forward * drivers.parse_driver(row.driver)(work.workload)
         total += flops
         holders = [path for path in _around(row.module) if path in paths]
         if row.module not in paths and not (holders and holders[0] in units):

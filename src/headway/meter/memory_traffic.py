@@ -59,7 +59,7 @@ class Traffic:
 
     @cached_property
     def _saved(self) -> list[tuple[Callable[[Workload], int], int, int]]:
-        return [(drivers.parse(driver), *factor.as_integer_ratio()) for driver, factor in self.saved]
+        return [(drivers.parse_driver(driver), *factor.as_integer_ratio()) for driver, factor in self.saved]
 
     def bytes_of(
         self,
@@ -130,7 +130,7 @@ class ForwardTraffic:
         prefill, decode = generation.prefill, generation.decode
         cache = self.cache_per_token * (2 * prefill.tokens + decode.tokens)
         for driver, num_bytes in self.cache_reads:
-            pairs = drivers.parse(driver)
+            pairs = drivers.parse_driver(driver)
             cache += num_bytes * sum(sign * pairs(workload) for sign, workload in generation.reads)
         return self.weights_of_generation(generation) + cache
 

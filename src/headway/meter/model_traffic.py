@@ -28,7 +28,7 @@ from headway.meter.memory_traffic import (
 from headway.tracing import trace, unwrap
 from headway.tracing.activations import saved_activations
 from headway.tracing.phantom import phantom
-from headway.tracing.quantised import shapes_of
+from headway.tracing.quantised import represented_shapes
 from headway.tracing.unwrap import is_sharded, local
 
 
@@ -177,7 +177,7 @@ def _parameters_of_rank(model: nn.Module) -> list[_RankParameter]:
     stands_for = {
         f"{path}.{name}": math.prod(shape)
         for path, module in model.named_modules()
-        for name, shape in shapes_of(module).items()
+        for name, shape in represented_shapes(module).items()
     }
     parameters = []
     for name, parameter in model.named_parameters():

@@ -4,7 +4,15 @@
 attention backend "headway_flash" known to transformers; `load_model` calls it by itself.
 """
 
-from headway.models.attention import register, use_attention
-from headway.models.load import check_weights, load_config, load_model, load_processor, rope_index
+from headway.models.attention import register_attention, use_attention
+from headway.models.load import check_weights, load_model, load_model_config, load_processor, rope_index
 
-__all__ = ["check_weights", "load_config", "load_model", "load_processor", "register", "rope_index", "use_attention"]
+__all__ = [
+    "check_weights",
+    "load_model",
+    "load_model_config",
+    "load_processor",
+    "register_attention",
+    "rope_index",
+    "use_attention",
+]

@@ -26,7 +26,7 @@ NAME = "headway_experts"
 _DECLARED = ("has_gate", "has_bias", "is_transposed", "_apply_gate")
 
 
-def register() -> None:
+def register_experts() -> None:
     """Make "headway_experts" known to transformers; calling it again changes nothing."""
     ExpertsInterface.register(NAME, run_experts)
 
@@ -46,7 +46,7 @@ def use_experts(model: PreTrainedModel, name: str = NAME) -> None:
     Raises:
         ConfigError: no implementation of that name is registered.
     """
-    register()
+    register_experts()
     implementations = ["eager", *sorted(ALL_EXPERTS_FUNCTIONS.valid_keys())]
     if name not in implementations:
         raise ConfigError(f"There is no experts implementation {name!r}. Known are: {', '.join(implementations)}.")
@@ -78,7 +78,7 @@ def run_experts(
     experts = torch.arange(module.down_proj.shape[0], device=sorted_S.device, dtype=sorted_S.dtype)
     ends_E = torch.searchsorted(sorted_S, experts, right=True, out_int32=True)
     if module.training and hasattr(module, "router_load"):
-        module.router_load.add_(sizes_of(ends_E))
+        module.router_load.add_(rows_per_expert(ends_E))
 
     dtype = _product_dtype(module, hidden_TD)
     # no name for the rows here, so that they are gone once they were multiplied
@@ -126,6 +126,6 @@ def _product_dtype(module: Any, x: torch.Tensor) -> torch.dtype:
     return product_dtype(x, weight if weight.is_floating_point() else x)
 
 
-def sizes_of(ends_E: torch.Tensor) -> torch.Tensor:
+def rows_per_expert(ends_E: torch.Tensor) -> torch.Tensor:
     """The rows of each expert, from where they end, shape (E,)."""
     return ends_E.diff(prepend=ends_E.new_zeros(1))

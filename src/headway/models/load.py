@@ -40,7 +40,7 @@ from headway.errors import (
 )
 from headway.files import read_text
 from headway.hub import CONFIG, located
-from headway.models.attention import register, use_attention
+from headway.models.attention import register_attention, use_attention
 from headway.models.experts import use_experts
 from headway.models.foreign import check_config, check_plain_files, check_processor, check_tokenizer, print_names_safely
 from headway.models.init_weights import init_weights
@@ -65,7 +65,7 @@ _NO_CODE = {"trust_remote_code": False}
 """Given to whatever opens a folder: if unset, transformers asks, and takes a yes from standard input."""
 
 
-def load_config(name_or_path: str | Path) -> PreTrainedConfig:
+def load_model_config(name_or_path: str | Path) -> PreTrainedConfig:
     """Read a model's configuration.
 
     Args:
@@ -124,7 +124,7 @@ def named_config(name: str) -> PreTrainedConfig:
         UnknownModelError, CheckpointError: as `load_config` raises them.
     """
     shipped = shipped_name(name)
-    config: PreTrainedConfig = load_config(name) if shipped is None else preset_config(shipped)
+    config: PreTrainedConfig = load_model_config(name) if shipped is None else preset_config(shipped)
     return config
 
 
@@ -158,10 +158,10 @@ def load_model(
         CheckpointError: the folder is only half written: weights or shards missing, or a file cut short.
         ConfigError: a configuration alone was given without `random_init`.
     """
-    register()
+    register_attention()
     if not isinstance(spec, PreTrainedConfig):
         spec = located(spec)
-    config = spec if isinstance(spec, PreTrainedConfig) else load_config(spec)
+    config = spec if isinstance(spec, PreTrainedConfig) else load_model_config(spec)
     config = scoring_config(config) if scores else config
     model_class = _model_class(config)
     # Structure first, without memory: values are drawn where the model will live, or later, once sharded.
@@ -232,7 +232,7 @@ def load_processor(name_or_path: str | Path) -> Processor:
         _refuse_code(name, error)
         if Path(name).exists():
             if (Path(name) / CONFIG).is_file():
-                load_config(name)  # which says so if its configuration is what cannot be read
+                load_model_config(name)  # which says so if its configuration is what cannot be read
             raise CheckpointError(
                 f"The folder {name} holds no tokenizer or processor that can be opened: {first_line(error)}. It holds "
                 f"{_listing(Path(name))}. Copy the tokenizer and processor files of the base model into it."

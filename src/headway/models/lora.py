@@ -222,7 +222,7 @@ def base_name(name: str) -> str:
     return plain.replace(f".{NEW_ROWS}.", ".")
 
 
-def merged(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def with_merged_adapters(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Add adapters into the weights that they belong to: W + alpha / rank B A, computed in float32.
 
     Args:

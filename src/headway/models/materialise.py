@@ -31,7 +31,7 @@ from transformers.utils.loading_report import LoadStateDictInfo
 
 from headway.hub import located
 from headway.models.init_weights import to_memory
-from headway.models.load import check_weights, load_config, load_model, weights_of
+from headway.models.load import check_weights, load_model, load_model_config, weights_of
 from headway.models.new_rows import embedding_rows, grown, vocabulary_names
 from headway.models.parallel import fill, local, own_classes
 from headway.models.quantised import layouts_by_name
@@ -82,7 +82,7 @@ def read_weights(
             pretrained_model_name_or_path=str(name), device_map={"": place}, dtype=read_in, weight_mapping=rules
         )
         # A vocabulary that grew: its rows beyond the saved ones get first values from the saved ones.
-        config = load_config(name)
+        config = load_model_config(name)
         grows = embedding_rows(config) < embedding_rows(model.config)
         growing = vocabulary_names(model) if grows else {}
         # What a slice of the file suffices for, and what is made in full and then cut.

@@ -76,7 +76,7 @@ def tiny_configs(config: Any, tokens: float) -> Iterator[Any]:
                 yield small
 
 
-def lengths_of(config: Any) -> list[int]:
+def critical_lengths(config: Any) -> list[int]:
     """Lengths from which on a model may attend otherwise, by its configuration, shortest first [tokens]."""
     texts = [vars(part) for part in subconfigs(config) if hasattr(part, "vocab_size")]
     ropes = [rope for text in texts for name in _ROPES if isinstance(rope := text.get(name), dict)]

@@ -32,7 +32,7 @@ from headway.models.init_weights import to_memory
 from headway.models.load import load_model, rope_index, without_advice
 from headway.models.recurrent import run_apart
 from headway.models.scores import SCORE, is_scorer
-from headway.models.tiny import LENGTH, SPECIAL, lengths_of, tiny_configs
+from headway.models.tiny import LENGTH, SPECIAL, critical_lengths, tiny_configs
 from headway.plugins import lays_out_packs
 from headway.tracing.build import subconfigs, twin_of_model
 from headway.tracing.inputs.model_inputs import Inputs
@@ -124,7 +124,7 @@ def _verdict(model: PreTrainedModel, tokens: float) -> Verdict:
 def _key(model: PreTrainedModel, tokens: float) -> str:
     """A key of all that a verdict depends on: versions, the configuration, and the code of the model's classes."""
     versions = [torch.__version__, transformers.__version__, __version__]
-    lengths = [length for length in lengths_of(model.config) if length < tokens]
+    lengths = [length for length in critical_lengths(model.config) if length < tokens]
     config = {name: value for name, value in model.config.to_dict().items() if name not in _VOLATILE}
     code = hashlib.sha256()
     for kind in sorted({type(module) for module in model.modules()}, key=lambda kind: kind.__qualname__):
@@ -153,7 +153,7 @@ def verdict_on(config: PreTrainedConfig, tokens: float = math.inf) -> Verdict:
         run_apart(trial.model)
         mode = "refused" if trial.fault() else "apart"
     # if packs below all lengths of the configuration hold, the shortest of these lengths is their limit
-    shortest = next((length for length in lengths_of(config) if length < tokens), None)
+    shortest = next((length for length in critical_lengths(config) if length < tokens), None)
     if shortest is not None and verdict_on(config, 0).mode == "packed":
         reason += f", in packs of more than {shortest:,} tokens"
     return Verdict(mode, reason, trial.media_error)

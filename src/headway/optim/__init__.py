@@ -6,7 +6,14 @@ held; `one_pass.py` AdamW over bfloat16 by one kernel, `parts.py` over copies; `
 """
 
 from headway.optim.ema import WeightAverage
-from headway.optim.groups import adapt, freeze, learning_with_tokens, parameter_groups, rows_of, with_new_rows
+from headway.optim.groups import (
+    adapt,
+    freeze,
+    learning_with_tokens,
+    parameter_groups,
+    rows_for_new_tokens,
+    with_new_rows,
+)
 from headway.optim.optimizer import Optimizer, make_optimizer, set_learning_rate, take_step
 from headway.optim.schedule import learning_rate
 
@@ -19,7 +26,7 @@ __all__ = [
     "learning_with_tokens",
     "make_optimizer",
     "parameter_groups",
-    "rows_of",
+    "rows_for_new_tokens",
     "set_learning_rate",
     "take_step",
     "with_new_rows",

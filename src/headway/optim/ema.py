@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from headway.config.optim import EmaConfig
 from headway.models.parallel import local
-from headway.optim.parts import Values, cut
+from headway.optim.parts import Values, cut_parameters
 
 
 class WeightAverage:
@@ -55,7 +55,7 @@ class WeightAverage:
         others: dict[torch.Tensor, torch.Tensor] = {
             p: self._averages[name] for name, p in self._parameters.items() if p.dtype is not torch.float32
         }
-        for parts in cut(others):  # in float32, as many at a time as the copies may take room for
+        for parts in cut_parameters(others):  # in float32, as many at a time as the copies may take room for
             weights = Values([part.of(part.parameter) for part in parts])
             torch._foreach_lerp_([part.of(others[part.parameter]) for part in parts], weights.parts, 1.0 - decay)
 

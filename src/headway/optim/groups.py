@@ -93,7 +93,7 @@ def new_ids_of(settings: ModelConfig) -> NewIds:
     return new_ids(settings.path, NewTokens(settings.new_tokens, settings.new_special_tokens))
 
 
-def rows_of(settings: ModelConfig) -> int:
+def rows_for_new_tokens(settings: ModelConfig) -> int:
     """Rows that the embedding of a run's model needs for the tokens that are added; 0 without any [tokens]."""
     return new_ids_of(settings).rows if settings.adds_tokens else 0
 
@@ -106,7 +106,7 @@ def with_new_rows(architecture: Any, learns: ModelConfig) -> Any:
         return architecture
     architecture = copy.deepcopy(architecture)
     text = architecture.get_text_config()
-    text.vocab_size = max(text.vocab_size, rows_of(learns))
+    text.vocab_size = max(text.vocab_size, rows_for_new_tokens(learns))
     return architecture
 
 

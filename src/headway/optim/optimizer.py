@@ -20,7 +20,7 @@ from headway.optim.groups import parameter_groups
 from headway.optim.moments import MomentType, new_moment, open_moment, width
 from headway.optim.muon import orthogonalised, step_scale
 from headway.optim.one_pass import fits_one_pass, numbers_of, update_, why_not
-from headway.optim.parts import Values, alike, cut, laid_as
+from headway.optim.parts import Values, cut_parameters, laid_as, uniform_lists
 
 _MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}  # by the rule of a group
 
@@ -138,9 +138,9 @@ class Optimizer(torch.optim.Optimizer):
         others = [p for p in parameters if not self._is_float32(p)]
         in_one_pass = self._in_one_pass(group, others)
         # the rest: as many at a time as float32 copies may take room for, written back as they are held
-        for kind in alike((p for p in others if p not in in_one_pass), self._block_of):
+        for kind in uniform_lists((p for p in others if p not in in_one_pass), self._block_of):
             noise = self._noise_of(kind[0], stream=0)
-            for parts in cut(kind, self._block_of(kind[0].shape)):
+            for parts in cut_parameters(kind, self._block_of(kind[0].shape)):
                 owners = [part.parameter for part in parts]
                 states = [self.state[owner] for owner in owners]
                 weights = Values([part.of(part.parameter) for part in parts])
@@ -206,7 +206,7 @@ class Optimizer(torch.optim.Optimizer):
             directions, (parameter, _) = dict(updates), updates[0]
             noise = self._noise_of(parameter, stream=1)
             scale = step_scale(parameter.shape, self._muon.scale)
-            for parts in cut(directions):
+            for parts in cut_parameters(directions):
                 weights = Values([part.of(part.parameter) for part in parts], copied=True)
                 direction = Values([part.of(directions[part.parameter].contiguous()) for part in parts], copied=True)
                 weight = (weights.flat * decay).sub_(direction.flat, alpha=lr * scale)
@@ -216,9 +216,9 @@ class Optimizer(torch.optim.Optimizer):
 
     def _momenta(self, parameters: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield Muon's parameters with this process's part of the update before orthogonalisation, in bfloat16."""
-        for kind in alike(parameters, self._block_of):
+        for kind in uniform_lists(parameters, self._block_of):
             noise, updates = self._noise_of(kind[0], stream=0), []
-            for parts in cut(kind, self._block_of(kind[0].shape)):
+            for parts in cut_parameters(kind, self._block_of(kind[0].shape)):
                 states = [self.state[part.parameter] for part in parts]
                 momentum = open_moment(states, "momentum_buffer", parts, signed=True, copied=True)
                 gradients = Values([part.gradient for part in parts], copied=True)

@@ -49,7 +49,9 @@ class Part(NamedTuple):
         return self.of(local(self.parameter.grad).contiguous())
 
 
-def alike(parameters: Iterable[torch.Tensor], block_of: Callable[[torch.Size], int]) -> list[list[torch.Tensor]]:
+def uniform_lists(
+    parameters: Iterable[torch.Tensor], block_of: Callable[[torch.Size], int]
+) -> list[list[torch.Tensor]]:
     """Sort parameters into lists that can be worked on together: of one type, device, block and spread.
 
     The lists, and the order in them and of them, are the same on all processes. Processes that hold copies of one
@@ -63,7 +65,7 @@ def alike(parameters: Iterable[torch.Tensor], block_of: Callable[[torch.Size], i
     return list(lists.values())
 
 
-def cut(parameters: Iterable[torch.Tensor], block: int = 1) -> Iterator[list[Part]]:
+def cut_parameters(parameters: Iterable[torch.Tensor], block: int = 1) -> Iterator[list[Part]]:
     """Cut parameters into parts and put as many together as may be worked on at a time.
 
     Args:

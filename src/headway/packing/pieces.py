@@ -53,7 +53,7 @@ class Pieces(NamedTuple):
     is_first: Numbers
 
 
-def runs_of(is_target_S: Numbers) -> tuple[Run, ...]:
+def target_runs(is_target_S: Numbers) -> tuple[Run, ...]:
     """Runs of targets of a sample.
 
     Args:

@@ -30,7 +30,7 @@ class Attention:
 
     def sent(self, pack: Workload, degree: int, unit: int) -> dict[str, int]:
         """Values that the first of `degree` processes sends: tokens for heads and back, forward and backward."""
-        tokens = drivers.parse(self.driver)(pack)
+        tokens = drivers.parse_driver(self.driver)(pack)
         local = -(-(tokens // unit) // degree) * unit
         shares = [(self.heads + degree - 1 - rank) // degree for rank in range(degree)]
         readers, keys, start = self.heads // self.key_heads, [], 0
@@ -107,7 +107,7 @@ def padding_of_sums(
     tokens, patches = padded
     added: dict[str, int] = {}
     for attention in attentions(cost_model, saved, compute_bytes):
-        there = drivers.parse(attention.driver)(pack)
+        there = drivers.parse_driver(attention.driver)(pack)
         places = max(there, patches if attention.driver.startswith("patch") else tokens)
         added[attention.block] = FLOAT32 * attention.heads * (PADDED_SUMS * places - there)
     return added

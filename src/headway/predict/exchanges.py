@@ -92,7 +92,7 @@ def _order_of(
 @remembered
 def _computed(cost_model: CostModel, saved: SavedActivations, pack: Workload) -> Counter[str]:
     """FLOPs of each unit's forward."""
-    units = {driver: drivers.parse(driver)(pack) for driver in {row.driver for row in cost_model.rows}}
+    units = {driver: drivers.parse_driver(driver)(pack) for driver in {row.driver for row in cost_model.rows}}
     compute: Counter[str] = Counter()
     for row in cost_model.rows:
         compute[_unit_of(row, cost_model, saved)] += row.forward * units[row.driver]

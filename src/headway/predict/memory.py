@@ -255,7 +255,7 @@ def _backward_blocks(
     # a product's FLOPs are 2 for each result and input feature
     widest: Counter[str] = Counter()
     gated, towers = set[str](), set[str]()  # blocks in which it is of a gated product; those of a vision tower
-    amounts = {driver: drivers.parse(driver)(pack) for driver in {row.driver for row in in_slices.rows}}
+    amounts = {driver: drivers.parse_driver(driver)(pack) for driver in {row.driver for row in in_slices.rows}}
     for row in in_slices.rows:
         if row.block in sizes:
             if row.component.startswith("vision."):

@@ -169,6 +169,6 @@ def pixel_bytes(cost_model: CostModel, pack: Workload, compute_bytes: int) -> in
     )
     if row is None or not width:
         return 0
-    values = row.forward * drivers.parse(row.driver)(pack) // (2 * width)
+    values = row.forward * drivers.parse_driver(row.driver)(pack) // (2 * width)
     copies = FLOAT32 + (compute_bytes if compute_bytes < FLOAT32 else 0)
     return values * (1 + copies)

@@ -9,7 +9,7 @@ from typing import Any
 
 from headway.count import CostModel, Workload, drivers
 from headway.count.activations import SavedActivations, bytes_of
-from headway.count.recompute import KINDS, PRODUCTS, as_choice, can_keep, kind_of, rows_by_block
+from headway.count.recompute import KINDS, PRODUCTS, as_choice, can_keep, result_kind, rows_by_block
 from headway.count.units import remembered
 from headway.errors import PlanError
 from headway.report import format_bytes
@@ -69,7 +69,7 @@ def block_bytes(
     """
     alive = cost_model.blocks_in_backward
     products = _products(cost_model)
-    amounts = {driver: drivers.parse(driver)(pack) for driver in {row.driver for row in cost_model.rows}}
+    amounts = {driver: drivers.parse_driver(driver)(pack) for driver in {row.driver for row in cost_model.rows}}
     sizes: dict[tuple[int, Any], BlockBytes] = {}  # blocks of one stack are mostly one object
     for name, block in saved.blocks.items():
         key = (id(block), products.get(name))
@@ -94,7 +94,7 @@ def _products(cost_model: CostModel) -> dict[str, tuple[tuple[tuple[str, int], .
         kinds: list[Counter[str]] = []
         for kind in PRODUCTS:
             kinds.append(Counter())
-            sizes = {row.features for row in rows if row.recomputed and kind_of(row) == kind}
+            sizes = {row.features for row in rows if row.recomputed and result_kind(row) == kind}
             for row in rows:
                 if row.features and row.features in sizes:  # 2 FLOPs for each value and feature that goes in
                     kinds[-1][row.driver] += row.forward // (2 * row.features[0])
@@ -110,11 +110,11 @@ def block_flops(cost_model: CostModel, pack: Workload) -> dict[str, BlockFlops]:
         cost_model: of the model, with what is frozen frozen.
         pack: one micro-batch.
     """
-    amounts = {driver: drivers.parse(driver)(pack) for driver in {row.driver for row in cost_model.rows}}
+    amounts = {driver: drivers.parse_driver(driver)(pack) for driver in {row.driver for row in cost_model.rows}}
     flops: dict[str, Counter[str]] = {name: Counter() for name in cost_model.blocks_in_backward}
     for row in cost_model.rows:
         if row.recomputed and row.block in flops:
-            kind = kind_of(row)
+            kind = result_kind(row)
             flops[row.block][kind if kind in KINDS else "never_kept"] += row.forward * amounts[row.driver]
     return {name: BlockFlops(**parts) for name, parts in flops.items()}
 

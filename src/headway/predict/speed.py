@@ -12,7 +12,7 @@ from headway.count.models import shipped_name
 from headway.errors import ConfigError
 from headway.models.blocks import blocks
 from headway.models.kernels import use_kernels
-from headway.models.load import load_config
+from headway.models.load import load_model_config
 from headway.models.precision import Precision
 from headway.predict.dry_run import inputs_on_host
 from headway.predict.planned_lengths import fullest_pack
@@ -118,4 +118,4 @@ def saved_of(path: str, precision: str) -> SavedActivations:
     shipped = shipped_name(path)
     if shipped is not None:
         return shipped_activations(shipped, precision)
-    return saved_of_config(load_config(path), precision)
+    return saved_of_config(load_model_config(path), precision)

@@ -17,7 +17,7 @@ from headway.count import CostModel, FlopCount, Workload, drivers
 from headway.count.activations import SavedActivations, bytes_of
 from headway.count.flop_count import FlopRow
 from headway.count.quantised import quantised_parameters
-from headway.count.recompute import kind_of, with_head
+from headway.count.recompute import result_kind, with_head
 from headway.count.rows import Row
 from headway.count.step_facts import flops_on_padding
 from headway.count.units import block_of, chosen_blocks, remembered
@@ -282,7 +282,7 @@ class StepTimes:
         chosen = chosen_blocks(state.recompute, self._cost_model, self._saved)
         parts = sum(
             1
-            + (row.block in chosen and kind_of(row) not in chosen[row.block])
+            + (row.block in chosen and result_kind(row) not in chosen[row.block])
             + 2 * any(gradient.runs(self._cost_model.trained) for gradient in row.gradients)
             for row in self._cost_model.rows
         )
@@ -314,7 +314,7 @@ class StepTimes:
         """Time of the products and the attention of one component under one driver on one device."""
         seconds = Cases.exact(0.0)
         attention = {"forward": 0.0, "backward": 0.0}
-        units = drivers.parse(row.driver)(work.pack) / work.sequence
+        units = drivers.parse_driver(row.driver)(work.pack) / work.sequence
         if row.name == "language.head" and state.chunk is not None:
             units = min(units, state.chunk)
         for phase in _PHASES:

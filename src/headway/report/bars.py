@@ -14,11 +14,11 @@ from headway.report.svg import (
     PLOT,
     WIDE,
     chart,
-    cut,
     fixed,
     percent,
+    shortened_label,
     stretched,
-    words,
+    text_element,
     x_axis,
     y_axis,
 )
@@ -54,8 +54,8 @@ def bar_chart(
     for row, (name, value) in enumerate(bars):
         y = row * _ROW
         # Value and name stand side by side above the bar, so that a narrow screen has room for all three.
-        drawn.append(words(str(_VALUE - 8), y + 14, form(value), "end"))
-        drawn.append(words(str(_VALUE), y + 14, cut(name)))
+        drawn.append(text_element(str(_VALUE - 8), y + 14, form(value), "end"))
+        drawn.append(text_element(str(_VALUE), y + 14, shortened_label(name)))
         colour = COLOURS[row % len(COLOURS) if stacked else kinds[row] if kinds else 0]
         place = f'x="{percent(before / total)}" y="{y + 19}" width="{percent(value / total)}" height="{_BAR}"'
         drawn.append(f'<rect {place} fill="var(--c{colour})"/>')
@@ -120,7 +120,7 @@ def heat_strip(title: str, rows: Sequence[tuple[str, Sequence[float | None]]], *
     names, drawn = [], []
     for line, (name, row) in enumerate(rows):
         y = line * (_STRIP + _STRIP_GAP)
-        names.append(words("0", y + 15, cut(name, 16), "end", dx=-8))
+        names.append(text_element("0", y + 15, shortened_label(name, 16), "end", dx=-8))
         cells = [[value for value in row[part.start : part.stop] if value is not None and math.isfinite(value)]
                  for part in buckets(len(row), _MOST_CELLS)]  # fmt: skip
         shades = [round(_SHADES * (max(cell) - low) / ((high - low) or 1.0)) if cell else None for cell in cells]

@@ -25,7 +25,7 @@ from headway.report.svg import (
     percent,
     safe,
     stretched,
-    words,
+    text_element,
     x_axis,
     y_axis,
 )
@@ -188,7 +188,7 @@ def _drawn_marks(marks: Sequence[ChartMark], x_of: Scale) -> list[str]:
             # A name that would run into the one before it, or over the edge, on a narrow screen is not drawn.
             begin, end, anchor = name_room(x_of(mark.step), mark.name)
             if mark.name and begin > named_until:
-                drawn.append(words(x, -5, mark.name, anchor))
+                drawn.append(text_element(x, -5, mark.name, anchor))
                 named_until = end
     return drawn
 
@@ -227,7 +227,7 @@ def _named_line(names: Sequence[str], colour: str) -> str:
     """The first of some names beside its colour, below the chart, with room for the others on its right."""
     room = sum(30 + 7 * len(name) for name in names)
     swatch = f'<rect x="100%" y="{PLOT + 28}" width="14" height="4" fill="{colour}"/>'
-    return f'<g transform="translate({10 - room} 0)">{swatch}{words("100%", PLOT + 34, names[0], dx=18)}</g>'
+    return f'<g transform="translate({10 - room} 0)">{swatch}{text_element("100%", PLOT + 34, names[0], dx=18)}</g>'
 
 
 def _line_tag(name: str, colour: str, xs: "np.ndarray", ys: "np.ndarray", detail: int) -> str:

@@ -91,7 +91,7 @@ def stretched(drawn: Sequence[str], height: int) -> str:
     return f'<svg class="curves" {box}>{"".join(drawn)}</svg>'
 
 
-def words(x: str, y: float, text: str, anchor: str = "start", dx: float = 0) -> str:
+def text_element(x: str, y: float, text: str, anchor: str = "start", dx: float = 0) -> str:
     """Write a text.
 
     Args:
@@ -110,7 +110,7 @@ def safe(text: str) -> str:
     return escape(printable(text))
 
 
-def cut(name: str, length: int = 34) -> str:
+def shortened_label(name: str, length: int = 34) -> str:
     """The beginning of a long name."""
     return name if len(name) <= length else name[: length - 3] + "..."
 
@@ -184,9 +184,9 @@ def y_axis(low: float, high: float, form: Callable[[float], str], *, by_ratio: b
     for tick in distinct_ticks(low, high, form, by_ratio=by_ratio):
         y = y_of(tick)
         drawn.append(f'<line x2="100%" y1="{fixed(y)}" y2="{fixed(y)}" stroke="var(--grid)"/>')
-        drawn.append(words("0", y + 4, form(tick), "end", dx=-6))
+        drawn.append(text_element("0", y + 4, form(tick), "end", dx=-6))
     if by_ratio:
-        drawn.append(words("0", PLOT + 34, "logarithmic", "end", dx=-14))
+        drawn.append(text_element("0", PLOT + 34, "logarithmic", "end", dx=-14))
     return y_of, "".join(drawn)
 
 
@@ -210,11 +210,11 @@ def x_axis(
     drawn = [f'<line x2="100%" y1="{PLOT}" y2="{PLOT}" stroke="var(--ink)"/>']
     for place, label in labels(low, high, form or (lambda tick: f"{tick:,.10g}")):
         if _is_cut(place, label):
-            drawn.append(words("100%", PLOT + 16, label, "end", dx=AXES.right))
+            drawn.append(text_element("100%", PLOT + 16, label, "end", dx=AXES.right))
         else:
-            drawn.append(words(percent(place), PLOT + 16, label, "middle"))
+            drawn.append(text_element(percent(place), PLOT + 16, label, "middle"))
     if name:
-        drawn.append(words("0" if leaves_room else "50%", PLOT + 34, name, "start" if leaves_room else "middle"))
+        drawn.append(text_element("0" if leaves_room else "50%", PLOT + 34, name, "start" if leaves_room else "middle"))
     return x_of, "".join(drawn)
 
 
@@ -228,13 +228,13 @@ def labels(low: float, high: float, form: Callable[[float], str]) -> list[tuple[
     fitting: list[tuple[float, str]] = []
     for count in range(1, _MOST_TICKS + 1):
         placed = [((tick - low) / span, form(tick)) for tick in ticks(low, high, count)]
-        rooms = [room_of(place, label, NARROWEST) for place, label in placed]
+        rooms = [label_extent(place, label, NARROWEST) for place, label in placed]
         if placed and all(before[1] + _APART <= after[0] for before, after in pairwise(rooms)):
             fitting = placed
     return fitting
 
 
-def room_of(place: float, label: str, width: float) -> tuple[float, float]:
+def label_extent(place: float, label: str, width: float) -> tuple[float, float]:
     """Left and right end of a tick's label in a plot of some width [pixels]."""
     half = _CHARACTER / 2 * len(label)
     right = width + AXES.right if _is_cut(place, label) else place * width + half

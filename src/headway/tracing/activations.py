@@ -17,12 +17,12 @@ from torch import nn
 
 from headway.tracing import build
 from headway.tracing.arguments import in_dtype, phantoms
-from headway.tracing.fit import candidates, proportional, shortened, sum_of_drivers
+from headway.tracing.fit import candidates, proportional, strided_drivers, sum_of_drivers
 from headway.tracing.inputs.model_inputs import call, inputs_for
 from headway.tracing.operation import Operation
 from headway.tracing.phantom import Phantom, root
 from headway.tracing.record import Recorder
-from headway.tracing.repeats import alike
+from headway.tracing.repeats import are_alike
 from headway.tracing.results import Results, reached, trained_results
 from headway.tracing.stand_ins import recording
 
@@ -71,7 +71,7 @@ def saved_activations(
     if products_only and autocast is not None:
         dtype_of, autocast = {id(p): autocast for p in model.parameters()}, None
     twin = build.twin_of_model(model, lambda tensor: dtype_of.get(id(tensor), tensor.dtype))
-    build.prepare(twin)
+    build.prepare_twin(twin)
     model_inputs = inputs_for(twin, inputs)
     workloads = model_inputs.workloads()
     context = nullcontext() if autocast is None else torch.autocast("cpu", autocast)
@@ -91,9 +91,9 @@ def saved_activations(
 
     # bytes per unit of the drivers that explain them, summed over modules
     names = [*model_inputs.drivers]
-    if model_inputs.strided and alike(runs):
-        names += shortened([run.operations for run in runs], workloads, model_inputs.strided)
-    modules, left_out = explain(sizes, candidates(workloads, names))
+    if model_inputs.strided and are_alike(runs):
+        names += strided_drivers([run.operations for run in runs], workloads, model_inputs.strided)
+    modules, left_out = fit_drivers(sizes, candidates(workloads, names))
     rows: dict[str, Fraction] = {}
     for module in modules.values():
         for driver, factor in module.items():
@@ -102,7 +102,7 @@ def saved_activations(
     return SavedBytes(tuple(rows.items()), reached(starts) & trained, left_out)
 
 
-def explain(
+def fit_drivers(
     runs: Sequence[Mapping[str, int]], driver_units: Mapping[str, Sequence[int]]
 ) -> tuple[dict[str, dict[str, Fraction]], tuple[str, ...]]:
     """Find the drivers of each module's bytes, with bytes per unit of each, and name the modules that have none.

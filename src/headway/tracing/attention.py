@@ -52,7 +52,7 @@ class _Attend(torch.autograd.Function):
         return (None, *(torch.empty_like(t) for t in ctx.saved_tensors))
 
 
-def attend(
+def record_attention(
     recorder: Recorder,
     module: str,
     q: torch.Tensor,
@@ -145,7 +145,7 @@ def _transformers_seam(
     else:
         pairs, driver = _unmasked_pairs(_recorder, module, (query, key, value), kwargs, eager)
     extra = tuple(t for t in (attention_mask, *kwargs.values()) if isinstance(t, torch.Tensor))
-    out = attend(_recorder, path, query, key, value, pairs, driver, extra, longest=longest, heads=heads)
+    out = record_attention(_recorder, path, query, key, value, pairs, driver, extra, longest=longest, heads=heads)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -334,7 +334,7 @@ def _float_mask_seam(*args: Any, dtype: torch.dtype = torch.float32, **kwargs: A
     return torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
 
 
-def register() -> None:
+def register_seams() -> None:
     """Register the seams with transformers; doing so again changes nothing."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
@@ -350,7 +350,7 @@ def lead_here(configs: list[tuple[Any, str]]) -> None:
     Args:
         configs: each with the name of its seam; setting one also sets those inside it.
     """
-    register()
+    register_seams()
     for config, _ in configs:
         if config._attn_implementation not in _NAMES:
             vars(config)[_IMPLEMENTATION] = config._attn_implementation

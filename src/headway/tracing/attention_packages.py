@@ -14,7 +14,7 @@ from headway.count import masks
 from headway.count.integers import Ints
 from headway.errors import TraceError
 from headway.tracing import known_values, scores
-from headway.tracing.attention import attend, choose_interface, masked_pairs, plain_pairs
+from headway.tracing.attention import choose_interface, masked_pairs, plain_pairs, record_attention
 from headway.tracing.record import Recorder
 
 
@@ -64,7 +64,9 @@ def _attend_packed(
         of_keys = boundaries[0] if boundaries[1] is None else boundaries[1]
         keys = _lengths(recorder, of_keys, k.shape[-2], "keys")
     pairs, driver = _band(queries, keys, window, causal)
-    return attend(recorder, recorder.module, q, k, v, pairs, driver).transpose(-3, -2).contiguous()  # as kernels do
+    return (
+        record_attention(recorder, recorder.module, q, k, v, pairs, driver).transpose(-3, -2).contiguous()
+    )  # as kernels do
 
 
 def _statistics(out: torch.Tensor) -> torch.Tensor:
@@ -149,7 +151,7 @@ def _flash(
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         queries, keys = np.full(len(q), q.shape[-2]), np.full(len(q), k.shape[-2])
         pairs, driver = _band(queries, keys, window_size, causal)
-        out = attend(recorder, recorder.module, q, k, v, pairs, driver).transpose(1, 2).contiguous()
+        out = record_attention(recorder, recorder.module, q, k, v, pairs, driver).transpose(1, 2).contiguous()
     return (out, _statistics(out), None) if return_attn_probs else out
 
 
@@ -201,12 +203,16 @@ def _xformers(
     size = (q.shape[0], 1, q.shape[-2], k.shape[-2])
     if attn_bias is None:
         pairs = size[0] * masks.cross_pairs([size[2]], [size[3]])
-        return attend(recorder, recorder.module, q, k, v, pairs).transpose(1, 2).reshape(*shape[:-1], v.shape[-1])
+        return (
+            record_attention(recorder, recorder.module, q, k, v, pairs)
+            .transpose(1, 2)
+            .reshape(*shape[:-1], v.shape[-1])
+        )
     bias = attn_bias if isinstance(attn_bias, torch.Tensor) else attn_bias.materialize(size)
     pairs, heads, driver = recorder.cached(
         attn_bias, (*q.shape[:-1], k.shape[-2]), lambda: masked_pairs(recorder, recorder.module, bias, q, k)
     )
-    out = attend(recorder, recorder.module, q, k, v, pairs, driver, masked=True, heads=heads)
+    out = record_attention(recorder, recorder.module, q, k, v, pairs, driver, masked=True, heads=heads)
     return out.transpose(1, 2).reshape(*shape[:-1], v.shape[-1])
 
 
@@ -241,7 +247,7 @@ def _flex_attention(
     else:
         (pairs, driver), heads = plain_pairs(query, key, False, None), 0
     masked = shown is not None or block_mask is not None
-    out = attend(recorder, recorder.module, query, key, value, pairs, driver, masked=masked, heads=heads)
+    out = record_attention(recorder, recorder.module, query, key, value, pairs, driver, masked=masked, heads=heads)
     if return_aux is not None:
         from torch.nn.attention.flex_attention import AuxOutput
 

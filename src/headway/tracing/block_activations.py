@@ -19,7 +19,7 @@ from transformers.integrations import moe
 
 from headway.count.activations import SavedActivations, SavedBlock
 from headway.tracing import build
-from headway.tracing.activations import SavedRecorder, explain
+from headway.tracing.activations import SavedRecorder, fit_drivers
 from headway.tracing.arguments import in_dtype, phantoms
 from headway.tracing.classify import checkpointable_blocks, finder_of_blocks
 from headway.tracing.fit import candidates
@@ -44,7 +44,7 @@ def saved_by_block(model: nn.Module, *, autocast: torch.dtype | None = None) -> 
         TraceError: the model cannot be traced.
     """
     twin = build.twin_of_model(model, lambda tensor: tensor.dtype)
-    build.prepare(twin)
+    build.prepare_twin(twin)
     model_inputs = inputs_for(twin, None)
     workloads = model_inputs.workloads()
     floats = next((p.dtype for p in twin.parameters() if p.is_floating_point()), torch.get_default_dtype())
@@ -59,10 +59,10 @@ def saved_by_block(model: nn.Module, *, autocast: torch.dtype | None = None) -> 
         run.forget([*twin.parameters(), *phantoms(arguments)])
         runs.append(run)
     driver_units = candidates(workloads, [*model_inputs.drivers])
-    plain, left_out = explain([run.by_module(products_only=False) for run in runs], driver_units)
-    fused, _ = explain([run.fused_by_module() for run in runs], driver_units)
-    entry, _ = explain([run.entry for run in runs], driver_units)
-    attention, _ = explain([run.attention for run in runs], driver_units)
+    plain, left_out = fit_drivers([run.by_module(products_only=False) for run in runs], driver_units)
+    fused, _ = fit_drivers([run.fused_by_module() for run in runs], driver_units)
+    entry, _ = fit_drivers([run.entry for run in runs], driver_units)
+    attention, _ = fit_drivers([run.attention for run in runs], driver_units)
     parts = [_by_block(rows, of) for rows in (plain, fused, entry, attention)]
     names = ["", *(name for name, _ in twin.named_modules() if name in blocks)]
     saved_blocks = {name: SavedBlock(*(part.get(name, {}) for part in parts)) for name in names}

@@ -198,7 +198,7 @@ def _stand_in(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return shape
 
 
-def prepare(twin: nn.Module) -> list[str]:
+def prepare_twin(twin: nn.Module) -> list[str]:
     """Make a phantom twin ready to be recorded in training mode; returns its parameters' names in their order."""
     parameters = number_parameters(twin)
     use_seams(twin)

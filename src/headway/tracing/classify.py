@@ -22,7 +22,7 @@ from headway.tracing.operation import Operation
 from headway.tracing.unwrap import plain_path
 
 
-def inside(path: str, roots: Iterable[str]) -> bool:
+def lies_within(path: str, roots: Iterable[str]) -> bool:
     """Say whether a module's path is one of some roots or lies below one."""
     return any(path == root or path.startswith(f"{root}.") or not root for root in roots)
 
@@ -62,18 +62,18 @@ def components(
     # the first part that an operation fits, from the most certain on
     names = []
     for op in operations:
-        is_spoken = inside(op.module, spoken) or _repeated(op.module) in speaking
+        is_spoken = lies_within(op.module, spoken) or _repeated(op.module) in speaking
         tower = "language" if is_spoken else towers[op.module]
-        mixture = next((root for root in experts if inside(op.module, [root])), None)
+        mixture = next((root for root in experts if lies_within(op.module, [root])), None)
         if op.kind in ("attention", "recurrence"):
             part = op.kind
         elif isinstance(model.get_submodule(op.module), nn.RNNBase | nn.RNNCellBase):
             part = "recurrence"
-        elif head is not None and inside(op.module, [head]):
+        elif head is not None and lies_within(op.module, [head]):
             part = "head"
         elif tower != "language" and op.from_input:
             part = "embed"
-        elif inside(op.module, attending):
+        elif lies_within(op.module, attending):
             part = "projections"
         elif tower == "vision" and seeing and _repeated(op.module) not in seeing:
             part = "merger"
@@ -105,7 +105,7 @@ def _encoder(operations: Sequence[Operation], fitted: Sequence[DriverFit]) -> st
     sources = [op for op, fit in zip(operations, fitted, strict=True) if fit.driver.startswith("source")]
     others = {op.module for op in operations} - {op.module for op in sources}
     path = next((op.module for op in sources if op.from_input), None)
-    while path and not any(inside(other, [_parent(path)]) for other in others):
+    while path and not any(lies_within(other, [_parent(path)]) for other in others):
         path = _parent(path)
     return path
 
@@ -119,7 +119,7 @@ def _towers(operations: Sequence[Operation], fitted: Sequence[DriverFit]) -> dic
     order = ("language", *media_towers(), "latents")
     encoder = _encoder(operations, fitted)
     if encoder is not None:
-        by_module |= {path: {"audio"} for path in by_module if inside(path, [encoder])}
+        by_module |= {path: {"audio"} for path in by_module if lies_within(path, [encoder])}
     return {path: next((tower for tower in order if tower in towers), "language") for path, towers in by_module.items()}
 
 
@@ -141,7 +141,7 @@ def _nearest(path: str, operations: Sequence[Operation], fitted: Sequence[Driver
     """Name the component of the first operation on activations in the innermost module around a path that has one."""
     while True:
         for op, fit, name in zip(operations, fitted, names, strict=True):
-            if fit.driver != "packs" and inside(op.module, [path]):
+            if fit.driver != "packs" and lies_within(op.module, [path]):
                 return name
         if not path:
             return "other"
@@ -272,14 +272,14 @@ def idle_modules(
 
     # an adapter and the layer that it wraps rest together or not at all
     for wrapper in (path for path, module in model.named_modules() if wraps_a_layer(module)):
-        wrapped = [path for path in is_idle if inside(path, [wrapper])]
+        wrapped = [path for path in is_idle if lies_within(path, [wrapper])]
         is_idle.update(dict.fromkeys(wrapped, all(is_idle[path] for path in wrapped)))
 
     # the outermost modules below which everything is idle
     idle: list[str] = []
     for path, _ in model.named_modules():
-        below = [is_idle[other] for other in is_idle if inside(other, [path])]
-        if path and below and all(below) and not inside(path, idle):
+        below = [is_idle[other] for other in is_idle if lies_within(other, [path])]
+        if path and below and all(below) and not lies_within(path, idle):
             idle.append(path)
     return idle
 
@@ -320,7 +320,7 @@ def checkpointable_blocks(model: nn.Module) -> set[str]:
         lists = [(p, m) for p, m in model.named_modules() if isinstance(m, nn.ModuleList | nn.ModuleDict)]
         keys = [(path, key) for path, items in lists for key, _ in items.named_children() if key.isdigit()]
         chosen = [f"{path}.{key}" if path else key for path, key in keys]
-    return {path for path in chosen if not inside(_parent(path), [c for c in chosen if c != path])}
+    return {path for path in chosen if not lies_within(_parent(path), [c for c in chosen if c != path])}
 
 
 def _holders(model: nn.Module) -> set[str]:
@@ -350,7 +350,7 @@ def checkpointing_of(model: nn.Module) -> str:
     paths = checkpointable_blocks(model)
     blocks = {path: module for path, module in model.named_modules() if path in paths}
     holders = _holders(model)
-    if inner := next((path for path in sorted(holders) if inside(path, paths)), None):
+    if inner := next((path for path in sorted(holders) if lies_within(path, paths)), None):
         raise UsageError(
             f"{inner} checkpoints parts of its own, which may hold checkpoints again, as in UNets of diffusers: how "
             "often they run cannot be said."

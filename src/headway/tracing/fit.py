@@ -40,7 +40,7 @@ def candidates(workloads: Sequence[Workload], names: Sequence[str]) -> dict[str,
     """Evaluate drivers that could explain an operation on every workload; those zero somewhere are left out."""
     driver_units = {}
     for name in dict.fromkeys(names):
-        units = drivers.parse(name)
+        units = drivers.parse_driver(name)
         values = [int(units(workload)) for workload in workloads]
         if all(values):
             driver_units[name] = values
@@ -84,7 +84,7 @@ def fit(
     # the driver that a mask names, if it gives the units of every run
     by_mask = next((run.driver for run in reversed(runs) if run.driver), "")
     parts = by_mask.split("+") if by_mask else []
-    if parts and len(runs) > 1 and [sum(drivers.parse(part)(w) for part in parts) for w in workloads] == units:
+    if parts and len(runs) > 1 and [sum(drivers.parse_driver(part)(w) for part in parts) for w in workloads] == units:
         return [_fitted(first, part, Fraction(1), unit_flops) for part in parts]
 
     # a driver of which every run did the same multiple
@@ -137,7 +137,7 @@ def _without_padding(
     one_piece = Workload([1], **lengths)
     for name in names:
         if name.startswith(f"{tower}/") and name.endswith(f":{piece}"):
-            positions = drivers.parse(name)(one_piece)
+            positions = drivers.parse_driver(name)(one_piece)
             if windows[0].num_outputs == positions > 1:
                 return name, ratio / positions
     return driver, ratio
@@ -268,7 +268,9 @@ class _Length:
         return f"{self.stride}" if self.first == 1 else f"{self.stride}:{self.first}"
 
 
-def shortened(runs: Sequence[Sequence[Operation]], workloads: Sequence[Workload], names: Sequence[str]) -> list[str]:
+def strided_drivers(
+    runs: Sequence[Sequence[Operation]], workloads: Sequence[Workload], names: Sequence[str]
+) -> list[str]:
     """List drivers that count what convolutions make of the frames, likeliest first."""
     blocks = sorted({op.longest for operations in runs for op in operations if op.longest})
     pairs = [

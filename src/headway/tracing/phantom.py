@@ -174,7 +174,7 @@ PRODUCTS = {aten.mul, aten.mul_, aten.addcmul, aten.addcmul_, aten.lerp, aten.le
 _JOINING = PRODUCTS | {aten.add, aten.add_, aten.sub, aten.sub_}
 
 
-def joined(packet: Any, args: tuple[Any, ...]) -> "list[Phantom]":
+def elementwise_operands(packet: Any, args: tuple[Any, ...]) -> "list[Phantom]":
     """List the activations that an operation multiplies or adds element by element; none for another operation."""
     if packet not in _JOINING:
         return []
@@ -339,13 +339,13 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     product = _on_dispatch(func, args, out) if _on_dispatch is not None else None
     if func._schema.is_mutable:
         for p in phantoms[:1]:
-            root(p).steps = max(root(q).steps for q in phantoms) + (len(joined(packet, args)) > 1)
+            root(p).steps = max(root(q).steps for q in phantoms) + (len(elementwise_operands(packet, args)) > 1)
         return _mutated(func, args, kwargs, sources, fed)
 
     # the past that results take over: attention scores of their size, data where all operands are constant, and the
     # tensor that they look at
     scores = {p.numel(): p.scores for p in phantoms if p.scores is not None}
-    steps = max((root(p).steps for p in phantoms), default=0) + (len(joined(packet, args)) > 1)
+    steps = max((root(p).steps for p in phantoms), default=0) + (len(elementwise_operands(packet, args)) > 1)
     constant = _constant(func, args, kwargs, out) if forward and product is None else None
     view_of = args[0] if func.is_view and args and isinstance(args[0], Phantom) else None
     base = None if view_of is None else root(view_of)

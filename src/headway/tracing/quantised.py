@@ -31,7 +31,7 @@ def stored_as(parameter: torch.Tensor) -> str | None:
     return str(parameter.dtype).removeprefix("torch.")
 
 
-def shapes_of(module: nn.Module) -> dict[str, tuple[int, ...]]:
+def represented_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
     """Shapes of the floats that a module's own parameters stand for, by name, where it says so (`model.base`)."""
     return {name: tuple(layout.shape) for name, layout in vars(module).get("quantised", {}).items()}
 
@@ -67,8 +67,8 @@ def plain_layers(model: nn.Module, stand_in: Callable[[nn.Parameter], Any]) -> d
                     trained = before.requires_grad and stored_as(before) is None
                     setattr(layer, part, stand_in(nn.Parameter(own.data, trained)))
                 stand_ins[id(module)] = layer
-            elif name in shapes_of(module):  # a stack of experts' matrices, which its layer reads by name
-                empty = torch.empty(shapes_of(module)[name], device="meta")
+            elif name in represented_shapes(module):  # a stack of experts' matrices, which its layer reads by name
+                empty = torch.empty(represented_shapes(module)[name], device="meta")
                 stand_ins[id(parameter)] = stand_in(nn.Parameter(empty, requires_grad=False))
             else:
                 raise TraceError(

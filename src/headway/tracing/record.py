@@ -19,9 +19,9 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from headway.errors import TraceError
 from headway.tracing import scores
-from headway.tracing.classify import inside
+from headway.tracing.classify import lies_within
 from headway.tracing.operation import Operation
-from headway.tracing.phantom import PRODUCTS, Phantom, Recording, Stays, aten, joined, root
+from headway.tracing.phantom import PRODUCTS, Phantom, Recording, Stays, aten, elementwise_operands, root
 from headway.tracing.readers import OPAQUE, READERS, backward_flops
 
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]  # a class method
@@ -275,7 +275,7 @@ class Recorder:
         """
         mixture = operation.module.rpartition(".")[0]
         choices = [
-            choice for path, of_module in self.choices.items() if inside(path, [mixture]) for choice in of_module
+            choice for path, of_module in self.choices.items() if lies_within(path, [mixture]) for choice in of_module
         ]
         choice = next((c for c in reversed(choices) if c.options == operation.stacked and c.picks), None)
         if choice is None:
@@ -305,7 +305,7 @@ class Recorder:
                     self.parameters_read |= tensor.sources
                     if not tensor.fed and isinstance(out, torch.Tensor) and not out.numel():
                         self.met_nothing |= tensor.sources
-        if len(operands := joined(packet, args)) > 1:
+        if len(operands := elementwise_operands(packet, args)) > 1:
             after = max(root(operand).steps for operand in operands)
             first, last = self.chains.get(self.module, (after, after))
             self.chains[self.module] = (min(first, after), max(last, after))
@@ -321,7 +321,7 @@ class Recorder:
                 f"module {self.module or '(the model)'} picks by numbers that it placed itself: what it picks is not "
                 "known."
             )
-        stays = scores.after(packet, args, out)
+        stays = scores.remaining_pairs(packet, args, out)
         for ended in args[:2]:
             if not isinstance(ended, Phantom) or ended.scores is None or ended.scores.kind == "attention":
                 continue

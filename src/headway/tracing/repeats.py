@@ -20,7 +20,7 @@ from typing import Any
 from torch import nn
 
 from headway.errors import TraceError
-from headway.tracing.classify import inside, members
+from headway.tracing.classify import lies_within, members
 from headway.tracing.operation import Operation
 from headway.tracing.record import Recorder
 
@@ -54,13 +54,13 @@ def check_loops(runs: Sequence[Recorder], tokens: Sequence[int]) -> None:
             )
 
 
-def alike(runs: Sequence[Recorder]) -> bool:
+def are_alike(runs: Sequence[Recorder]) -> bool:
     """Say whether all runs did the same operations, whatever their sizes."""
     kinds = [[(op.module, op.kind) for op in run.operations] for run in runs]
     return all(other == kinds[0] for other in kinds)
 
 
-def merged(runs: Sequence[Recorder]) -> list[list[Operation]]:
+def merge_repeats(runs: Sequence[Recorder]) -> list[list[Operation]]:
     """Merge in every run what one module repeats: the same product, of the same past, with the same gradients.
 
     What differs stays apart: the first step of a recurrence, whose state no parameter has touched, has no gradient to
@@ -141,7 +141,7 @@ def merge_experts(model: nn.Module, recorder: Recorder) -> None:
     numbers: defaultdict[tuple[str, str], int] = defaultdict(int)
     for op in recorder.operations:
         products = tuple((phase, flops, spread(sources)) for phase, flops, sources in op.products)
-        home = next((path for path in lists if inside(op.module, [path])), None)
+        home = next((path for path in lists if lies_within(op.module, [path])), None)
         if home is None:
             groups[len(groups)] = [replace(op, products=products)]
             continue
@@ -163,7 +163,7 @@ def _routed(model: nn.Module, recorder: Recorder) -> Iterator[tuple[str, list[nn
         if not ran or len(ran) == len(experts) or not all(recorder.handed[name] for name in ran):
             continue
         mixture = path.rpartition(".")[0]
-        routers = [m for m in recorder.choices if inside(m, [mixture]) and not inside(m, experts)]
+        routers = [m for m in recorder.choices if lies_within(m, [mixture]) and not lies_within(m, experts)]
         shapes = {tuple(p.shape for p in expert.parameters()) for expert in experts.values()}
         if routers and len(shapes) == 1:
             yield path, list(experts.values())

@@ -45,7 +45,7 @@ def data(value: Any) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
-def after(packet: Any, args: tuple[Any, ...], out: torch.Tensor) -> Stays:
+def remaining_pairs(packet: Any, args: tuple[Any, ...], out: torch.Tensor) -> Stays:
     """Say which pairs stay in the result of an operation, given what stays in its operands and what is laid here.
 
     Args:

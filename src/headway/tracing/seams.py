@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from headway.count import masks
 from headway.errors import TraceError
 from headway.tracing import attention_packages, known_values
-from headway.tracing.attention import attend, masked_pairs, of_one_batch, plain_pairs, set_recorder
+from headway.tracing.attention import masked_pairs, of_one_batch, plain_pairs, record_attention, set_recorder
 from headway.tracing.phantom import Phantom, aten, blank, phantom
 from headway.tracing.readers import READERS
 from headway.tracing.record import Recorder
@@ -147,7 +147,7 @@ class Seams(TorchFunctionMode):
         else:
             (pairs, driver), heads = plain_pairs(query, key, is_causal, None), 0
         extra = () if attn_mask is None else (attn_mask,)
-        out = attend(
+        out = record_attention(
             self.recorder, path, query, key, value, pairs, driver, extra, masked=attn_mask is not None, heads=heads
         )
         return out[0] if is_flat and axes == 3 else out

@@ -19,13 +19,13 @@ from headway.errors import HeadwayError, TraceError
 from headway.tracing import build, classify
 from headway.tracing.arguments import asking, in_dtype
 from headway.tracing.classify import wraps_a_layer
-from headway.tracing.fit import DriverFit, candidates, fit, shortened
+from headway.tracing.fit import DriverFit, candidates, fit, strided_drivers
 from headway.tracing.inputs.denoiser import Denoiser
 from headway.tracing.inputs.model_inputs import ExampleInputs, alternate_forwards, call, inputs_for, without_arguments
 from headway.tracing.operation import Operation
 from headway.tracing.quantised import note_on_quantised
 from headway.tracing.record import Recorder
-from headway.tracing.repeats import alike, check_loops, merge_experts, merged
+from headway.tracing.repeats import are_alike, check_loops, merge_experts, merge_repeats
 from headway.tracing.results import Results, start_backward
 from headway.tracing.stand_ins import recording
 
@@ -92,7 +92,7 @@ def _traced(
     trainable = {n for n, p in model.named_parameters() if p.requires_grad}
     for parameter in model.parameters():  # but for weights of 8 bits, whose products have no gradient
         parameter.requires_grad_(parameter.dtype.itemsize > 1)
-    parameters = build.prepare(model)
+    parameters = build.prepare_twin(model)
     model_inputs = inputs_for(model, inputs)
 
     # every operation with the driver that its cost grows with
@@ -166,7 +166,7 @@ def _watch(model: nn.Module, model_inputs: Any, results: Results) -> tuple[list[
     workloads = model_inputs.workloads(longest)
     for workload in workloads[1:]:
         runs.append(_run(model, model_inputs.arguments(workload), backward=False))
-        if not alike(runs):  # a loop over the data: its repeats are told apart by their gradients
+        if not are_alike(runs):  # a loop over the data: its repeats are told apart by their gradients
             runs[1:] = [
                 _run(model, model_inputs.arguments(other), backward=True, results=results) for other in workloads[1:]
             ]
@@ -220,8 +220,8 @@ def _explain(
     names: Sequence[str],
 ) -> list[tuple[Operation, DriverFit]]:
     check_loops(runs, [workload.tokens for workload in workloads])
-    operations = [run.operations for run in runs] if alike(runs) else merged(runs)
-    strided = shortened(operations, workloads, model_inputs.strided) if model_inputs.strided else ()
+    operations = [run.operations for run in runs] if are_alike(runs) else merge_repeats(runs)
+    strided = strided_drivers(operations, workloads, model_inputs.strided) if model_inputs.strided else ()
     driver_units = candidates(workloads, [*names, *strided])
     grows = all(len({op.forward_flops for op in ops}) > 1 for ops in zip(*operations, strict=True))
     doubled = [0] * len(operations[0])
@@ -255,7 +255,7 @@ def _doubled(
     backward = any(op.backward_flops for op in runs[-1].operations)
     try:
         second = _run(model, model_inputs.doubled(workload), backward=backward, results=results)
-        ran = second.operations if alike(runs) else merged([runs[0], second])[-1]
+        ran = second.operations if are_alike(runs) else merge_repeats([runs[0], second])[-1]
     except Exception:  # noqa: BLE001  # a user's function, or a tower, may make inputs of one segment only
         ran = []
     costs = [(op.module, op.kind, op.forward_flops) for op in operations]

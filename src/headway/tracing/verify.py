@@ -30,7 +30,7 @@ from headway.count.rows import Row
 from headway.count.workload import Workload
 from headway.tracing import trace
 from headway.tracing.build import configs, run_every_layer
-from headway.tracing.classify import inside, members
+from headway.tracing.classify import lies_within, members
 from headway.tracing.families.surplus import paddings, unchosen_rows
 from headway.tracing.inputs.model_inputs import call, inputs_for
 from headway.tracing.results import Results
@@ -180,7 +180,7 @@ class CountedStep(TorchDispatchMode):
         """Add what each expert of a list ran to the list, to which the ledger bills it."""
         for counter in (self.forward, self.backward):
             for path in list(counter):
-                home = next((home for home in experts if inside(path, [home])), path)
+                home = next((home for home in experts if lies_within(path, [home])), path)
                 if home != path:
                     if counter is self.forward:
                         expert = path.removeprefix(f"{home}.").partition(".")[0]
@@ -246,7 +246,7 @@ class ModuleBill:
     @property
     def flops(self) -> tuple[int, int]:
         """FLOPs forward and backward."""
-        return self.on(lambda driver: drivers.parse(driver)(self.workload))
+        return self.on(lambda driver: drivers.parse_driver(driver)(self.workload))
 
     def on(self, units: Callable[[str], int]) -> tuple[int, int]:
         """Count FLOPs forward and backward on other units than the workload's."""
@@ -266,11 +266,11 @@ def _compare(cost: CostModel, step: CountedStep, workload: Workload, model: nn.M
         bill = ModuleBill(module, tuple(rows[module]), cost.trained, workload)
         counted = (step.forward[module] + step.outer[module], step.backward[module])
         op = rows[module][0].op if rows[module] else "-"
-        lines.append(Line(module, op, bill.flops, counted, explain(bill, step, model)))
+        lines.append(Line(module, op, bill.flops, counted, explain_difference(bill, step, model)))
     return lines
 
 
-def explain(bill: ModuleBill, step: CountedStep, model: nn.Module) -> str | None:
+def explain_difference(bill: ModuleBill, step: CountedStep, model: nn.Module) -> str | None:
     """Say why what PyTorch counted for a module differs from what its ledger bills.
 
     Returns:
@@ -342,7 +342,7 @@ def _experts(bill: ModuleBill, of_expert: dict[str, int], counted: tuple[int, in
     if run * per_row != counted[0]:
         return None
     # every token met every expert, in a class that is known to do that
-    tokens = {drivers.parse(row.driver)(bill.workload) for row in bill.rows}
+    tokens = {drivers.parse_driver(row.driver)(bill.workload) for row in bill.rows}
     if {run} == {n * len(experts) for n in tokens} and (
         reason := unchosen_rows(module, len(experts), routed * len(experts) // run)
     ):
@@ -377,10 +377,10 @@ def _padded(bill: ModuleBill, counted: tuple[int, int], model: nn.Module) -> str
     """Compare code that computes padding, or blocks beyond what each position sees."""
     if any(row.op == "convolution" for row in bill.rows):
         filled = filled_up(bill.workload, bill.rows[0].driver)
-        if counted == bill.on(lambda driver: drivers.parse(driver)(filled)):
+        if counted == bill.on(lambda driver: drivers.parse_driver(driver)(filled)):
             return FILLED_UP_REASON
     for path, padding in paddings(model, bill.workload):
-        if inside(bill.module, [path]) and counted == bill.on(padding.units):
+        if lies_within(bill.module, [path]) and counted == bill.on(padding.units):
             return padding.reason
     return None
 
@@ -406,7 +406,7 @@ def _squares(bill: ModuleBill, step: CountedStep, counted: tuple[int, int]) -> s
     # what ran is a square: one text's queries over all keys, its own and compressed ones beside them; all pictures in
     # a row; all of a clip
     is_of_text = workload.num_segments == 1 and run % workload.tokens == 0
-    of_clips = {drivers.parse(_all_pairs(driver))(workload) for driver in of_driver if _all_pairs(driver)}
+    of_clips = {drivers.parse_driver(_all_pairs(driver))(workload) for driver in of_driver if _all_pairs(driver)}
     if not (is_of_text or run == workload.patches**2 or run in of_clips):
         return None
     why = f"eager attention runs all {run:,} scores, the mask allows {allowed:,}"

@@ -26,7 +26,7 @@ from headway.models.frozen import hold_frozen, quantise_base
 from headway.models.head import ModelWithLoss, model_with_loss
 from headway.models.init_weights import init_weights
 from headway.models.kernels import gated_mlps
-from headway.models.load import load_config, load_model
+from headway.models.load import load_model, load_model_config
 from headway.models.lora import initialise_adapters, without_adapters
 from headway.models.materialise import allocate, read_weights
 from headway.models.offload import offload_inputs
@@ -39,7 +39,7 @@ from headway.models.recompute import recompute_blocks
 from headway.models.scores import scoring_config
 from headway.models.trial import try_packs
 from headway.models.vision import tower_of_all
-from headway.optim import adapt, freeze, rows_of
+from headway.optim import adapt, freeze, rows_for_new_tokens
 from headway.predict.speed import chosen_recompute, compiles, put_in_kernels
 from headway.tracing import trace
 
@@ -203,7 +203,7 @@ def build_model(
         _refuse_another_model(config, checkpoint)
     # A checkpoint's weights come later, when there is an optimizer too; until then any will do.
     random_init = config.model.random_init or checkpoint is not None or device.type == "meta"
-    rows, seed = rows_of(config.model), config.run.seed
+    rows, seed = rows_for_new_tokens(config.model), config.run.seed
     return load_model(
         config.model.path,
         dtype=dtype,
@@ -270,7 +270,7 @@ def give_weights(
 
 
 def _refuse_another_model(config: TrainConfig, checkpoint: Checkpoint) -> None:
-    wanted = _architecture(config.model.path, rows_of(config.model), scores=config.model.scores)
+    wanted = _architecture(config.model.path, rows_for_new_tokens(config.model), scores=config.model.scores)
     saved = _architecture(str(checkpoint.model_folder), scores=config.model.scores)
     if wanted != saved:
         keys = [key for key in sorted(wanted.keys() | saved.keys()) if wanted.get(key) != saved.get(key)]
@@ -291,7 +291,7 @@ def _architecture(path: str, rows: int = 0, *, scores: bool = False) -> dict[str
     volatile = ["transformers_version", "_name_or_path", "dtype", "architectures"]
     volatile += ["pad_token_id"] if scores else []  # which a reward model has from its tokenizer
 
-    architecture = scoring_config(load_config(path)) if scores else load_config(path)
+    architecture = scoring_config(load_model_config(path)) if scores else load_model_config(path)
     text = architecture.get_text_config()
     text.vocab_size = max(text.vocab_size, rows)
     cleaned: dict[str, Any] = without_keys(architecture.to_dict(), volatile)

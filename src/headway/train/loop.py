@@ -19,7 +19,7 @@ from headway.answer.answers import answer_line, answers_record
 from headway.answer.evaluate import EvalSet, Evaluation
 from headway.config import TrainConfig
 from headway.data import Batch
-from headway.data.feed import on_device
+from headway.data.feed import transfer_ahead
 from headway.errors import RunCompleteError, TrainingError, first_line
 from headway.log.run_files import SAMPLES
 from headway.meter import Goodput
@@ -185,7 +185,7 @@ class Loop:
         step = LoopStep(self._step, shared, sums, run.meter)
         phase.at("forward")
         ready = run.objective.begin(batches, step)
-        for number, batch in enumerate(on_device(ready, run.device), start=1):
+        for number, batch in enumerate(transfer_ahead(ready, run.device), start=1):
             phase.at("forward", batch=batch)
             reduce_gradients(run.model, now=number == len(ready) or self._config.parallel.reduce == "pack")
             pack = run.objective.pack_loss(batch, step)

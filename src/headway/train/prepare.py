@@ -35,7 +35,7 @@ from headway.checkpoint.spelling import keep_spelling
 from headway.config import ParallelConfig, TrainConfig
 from headway.config.advice import warnings
 from headway.config.model import family_settings
-from headway.config.sections import changed
+from headway.config.sections import settings_off_default
 from headway.count.recompute import with_head
 from headway.data import Encoder
 from headway.data.chat import stop_ids_of
@@ -52,7 +52,7 @@ from headway.meter.batch_share import BatchShare
 from headway.meter.environment import bandwidth_of
 from headway.meter.run_meter import RunMeter
 from headway.meter.step_meter import MeteredLoop
-from headway.models.load import Processor, load_config, load_processor
+from headway.models.load import Processor, load_model_config, load_processor
 from headway.models.lora import write_adapter_config
 from headway.models.new_rows import embedding_rows
 from headway.models.parallel import Mesh, build_mesh, model_name
@@ -401,7 +401,7 @@ def make_mesh(parallel: ParallelConfig, ranks: Ranks, device: torch.device) -> M
         ConfigError: the processes do not fit the mesh, or a setting has no effect with as many as there are.
     """
     shape = parallel.mesh_shape(ranks.size)
-    idle = sorted(changed(parallel) & {"reshard", "reduce", "reduce_dtype", "offload"})
+    idle = sorted(settings_off_default(parallel) & {"reshard", "reduce", "reduce_dtype", "offload"})
     if ranks.size == 1 and idle:
         raise ConfigError(
             f"parallel.{idle[0]} has no effect on one process, which keeps its model whole. Take it out, or start more "
@@ -412,7 +412,7 @@ def make_mesh(parallel: ParallelConfig, ranks: Ranks, device: torch.device) -> M
     return build_mesh(shape, device.type) if ranks.size > 1 else None
 
 
-def save(run: Run, place: Place, history: Mapping[str, Any], *, goes_on: bool = True) -> None:
+def begin_checkpoint(run: Run, place: Place, history: Mapping[str, Any], *, goes_on: bool = True) -> None:
     """Begin to save everything after a step, all ranks together.
 
     Args:
@@ -473,7 +473,7 @@ def _encoder(config: TrainConfig, model: PreTrainedModel, checkpoint: Checkpoint
             "writes texts between tokens of its own. Leave them out."
         )
     processor = load_processor(config.model.path)
-    settings.write_into(processor, embedding_rows(load_config(config.model.path)))
+    settings.write_into(processor, embedding_rows(load_model_config(config.model.path)))
     if checkpoint is not None:
         _check_same_template(processor, checkpoint.model_folder)
     return make_encoder(

@@ -5,7 +5,7 @@ from types import TracebackType
 from typing import Self
 
 from headway.errors import CheckpointError, NotFiniteError, RankLostError
-from headway.train.prepare import Place, Run, save
+from headway.train.prepare import Place, Run, begin_checkpoint
 from headway.train.recorder import StepRecorder
 
 
@@ -63,7 +63,7 @@ class LastStep:
         self._saved = self._place.step
         if self._run.meter.goodput is not None:  # before it is written: a kill may come right after
             self._run.meter.goodput.checkpoint_saved(self._saved)
-        save(self._run, self._place, self._recorder.behind(), goes_on=goes_on)
+        begin_checkpoint(self._run, self._place, self._recorder.behind(), goes_on=goes_on)
 
     def __enter__(self) -> Self:
         return self

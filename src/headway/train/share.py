@@ -110,7 +110,7 @@ class StepShare(NamedTuple):
             tuple(supervised.values()),
             feed.lost_tokens,
             Counts.total(map(counts, batches)),
-            digest_of(batches),
+            samples_digest(batches),
             tuple(map(vision_kinds, batches)),
             flags,
         )
@@ -132,7 +132,7 @@ class StepShare(NamedTuple):
         )
 
 
-def digest_of(batches: Sequence[Batch]) -> int:
+def samples_digest(batches: Sequence[Batch]) -> int:
     """A number that tells which samples some packs hold: another one, if any is lost, repeated, cut or exchanged.
 
     It is the sum of a hash of each sample's source, file, row and length, modulo 2**64. So the digests of parts add up

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from headway.data.media.joining import Joining, joined, joining_of
+from headway.data.media.joining import Joining, joining_of, pack_tensor
 from headway.errors import DataError
 
 ONE, TWO = torch.arange(1.0, 7).reshape(1, 2, 3), torch.arange(7.0, 15).reshape(2, 2, 2)
@@ -30,14 +30,14 @@ def filled(part, value, *shape):
 def test_the_rule_is_the_one_that_makes_the_whole(parts, whole, rule):
     assert joining_of(parts, whole) == rule
     if rule is not None:
-        assert torch.equal(joined(parts, rule), whole)
+        assert torch.equal(pack_tensor(parts, rule), whole)
 
 
 def test_what_was_not_seen_to_be_filled_up_is_refused():
     with pytest.raises(DataError, match=r"shapes \[\(1, 2, 3\), \(2, 2, 2\)\].*samples_per_pack: 1"):
-        joined([ONE, TWO], Joining(0))
+        pack_tensor([ONE, TWO], Joining(0))
 
 
 def test_what_samples_share_must_stay_the_same():
     with pytest.raises(DataError, match="another value of what all samples shared"):
-        joined([torch.tensor([3]), torch.tensor([4])], Joining(None))
+        pack_tensor([torch.tensor([3]), torch.tensor([4])], Joining(None))

@@ -23,7 +23,7 @@ from headway.data.samples import TextPart
 from headway.data.sources import open_source
 from headway.data.transfer import from_block, to_block
 from headway.errors import ConfigError, DataError
-from headway.models import load_config, load_processor
+from headway.models import load_model_config, load_processor
 from headway.models.vision import patch_size_of
 from helpers.families import FAMILIES
 from helpers.folders import VLM_FOLDERS, write_vlm
@@ -51,7 +51,7 @@ def encoder_of(tmp_path_factory):
     @cache
     def build(family):
         folder = write_vlm(tmp_path_factory.mktemp("vlm"), family)
-        return Encoder(load_processor(folder), patch_size=patch_size_of(load_config(folder)))
+        return Encoder(load_processor(folder), patch_size=patch_size_of(load_model_config(folder)))
 
     return build
 
@@ -283,7 +283,7 @@ def test_an_index_is_the_one_that_training_measures(tmp_path, chats):
     folder = write_vlm(tmp_path / "model", "llava")
     source = open_source(tmp_path / "chats.jsonl")
     (index,) = build_indices([source], str(folder), None, BadSamples("error"), cache=tmp_path / "cache", workers=0)
-    encoder = Encoder(load_processor(folder), patch_size=patch_size_of(load_config(folder)))
+    encoder = Encoder(load_processor(folder), patch_size=patch_size_of(load_model_config(folder)))
     assert index.tokens.tolist() == [encoder.encode(sample).tokens for sample in chats.values()]
     assert index.patches.tolist() == [16, 48, 32, 0]
     assert index.path == index_folder(source, encoder, tmp_path / "cache") / "index.parquet"

@@ -17,7 +17,7 @@ from headway.data.media.videos import Clip
 from headway.data.samples import Chat, Message, Origin, TextPart, VideoPart
 from headway.data.sources import open_source
 from headway.errors import ConfigError
-from headway.models import load_config, load_processor
+from headway.models import load_model_config, load_processor
 from headway.models.video import VideoProcessor
 from headway.models.vision import patch_size_of
 from headway.packing.budget import Budget
@@ -54,7 +54,7 @@ def chats(tmp_path, monkeypatch):
 def encoder_of(folder, sizes):
     processor = load_processor(folder)
     sizes.write_into(processor)
-    return Encoder(processor, patch_size=patch_size_of(load_config(folder)))
+    return Encoder(processor, patch_size=patch_size_of(load_model_config(folder)))
 
 
 @pytest.mark.parametrize("family", sorted(WHERE_PIXELS_ARE_BOUNDED.intersection(VLM_FOLDERS)))

@@ -10,7 +10,7 @@ from transformers.masking_utils import (
 )
 
 from headway.errors import ConfigError, TrainingError
-from headway.models import load_model, register, use_attention
+from headway.models import load_model, register_attention, use_attention
 from headway.models.attention import attend, mask
 
 
@@ -23,8 +23,8 @@ def qkv(rows=1, length=6, heads=2):
 
 
 def test_registering_again_changes_nothing():
-    register()
-    register()
+    register_attention()
+    register_attention()
     assert mask(1, 5, 5) is None
 
 

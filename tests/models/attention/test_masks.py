@@ -17,7 +17,7 @@ from transformers.masking_utils import (
 )
 
 from headway.errors import ConfigError, TrainingError
-from headway.models.attention import attend, mask, register
+from headway.models.attention import attend, mask, register_attention
 from headway.models.attention.backend import NAME
 from headway.models.attention.masks import SegmentMask
 
@@ -117,7 +117,7 @@ def test_all_layers_share_one_mask():
 
 
 def test_transformers_makes_chunked_masks_for_this_backend():
-    register()
+    register_attention()
     config = LlamaConfig(attention_chunk_size=4)
     config._attn_implementation_internal = NAME
     made = create_chunked_causal_mask(

@@ -28,7 +28,7 @@ def drawn(workload):
     ends, masks, first, start = runs[:, 1].cumsum(), [], 0, 0
     for length in workload.segments.tolist():
         last = int((ends < start + length).sum()) + 1
-        masks.append(torch.from_numpy(splits.mask(runs[first:last])))
+        masks.append(torch.from_numpy(splits.mask_of_runs(runs[first:last])))
         first, start = last, start + length
     padding = workload.slots - workload.tokens
     return torch.block_diag(*masks, torch.ones(padding, padding).tril()).bool()

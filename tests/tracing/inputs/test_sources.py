@@ -52,7 +52,7 @@ def test_forward_counts_what_pytorch_dispatches(family):
     causal, square = target * (target + 1) // 2, target**2  # eager attention computes scores that the mask hides
     ours = 0
     for row in cost.rows:
-        units = square if row.driver == "pairs:causal" else drivers.parse(row.driver)(workload)
+        units = square if row.driver == "pairs:causal" else drivers.parse_driver(row.driver)(workload)
         ours += units * row.forward
     assert ours == counter.get_total_flops()
     assert any(row.driver == "pairs:causal" for row in cost.rows)
@@ -91,7 +91,7 @@ def test_an_encoder_of_one_length_refuses_another():
     ],
 )
 def test_what_convolutions_make_of_frames_is_exact(driver, lengths, expected):
-    assert drivers.parse(driver)(Workload([5], audio=lengths)) == expected
+    assert drivers.parse_driver(driver)(Workload([5], audio=lengths)) == expected
 
 
 @pytest.mark.parametrize("kernel_stride_padding", [(3, 2, 1), (8, 8, 4), (7, 3, 0), (5, 4, 2)])
@@ -101,4 +101,4 @@ def test_shortened_lengths_are_those_of_torch_convolutions(kernel_stride_padding
     first = 1 + kernel - 1 - 2 * padding
     for length in range(kernel, 40):
         made = convolution(torch.zeros(1, 1, length)).shape[-1]
-        assert drivers.parse(f"audio/{stride}:{first}")(Workload([1], audio=[length])) == made
+        assert drivers.parse_driver(f"audio/{stride}:{first}")(Workload([1], audio=[length])) == made

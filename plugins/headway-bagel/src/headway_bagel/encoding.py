@@ -46,7 +46,7 @@ from headway.errors import ConfigError, DataError
 from headway.models.attention.splits import SplitMask
 from headway.models.losses import IGNORED
 from headway.packing.parts import Dropout, SamplePart
-from headway.packing.pieces import runs_of
+from headway.packing.pieces import target_runs
 from headway_bagel.conditions import lengths_without, sample_without
 from headway_bagel.configuration import BagelConfig
 from headway_bagel.layout import lay_out
@@ -164,7 +164,7 @@ class DrawingEncoder(Encoder):
             supervised=len(targets),
             first_target=targets[0] if targets else 0,
             media_end=_media_end(planned),
-            targets=runs_of(np.array(planned.labels) != IGNORED),
+            targets=target_runs(np.array(planned.labels) != IGNORED),
             media={"images": grids} if grids else {},
             parts=tuple(part.numbers for part in planned.parts),
             key=sample.origin.key,

@@ -49,7 +49,7 @@ class Drawings:
         arguments, workload = lay_out([parts], self.config)
         return arguments | {
             "input_ids": torch.zeros(1, workload.tokens, dtype=torch.long),
-            "attention_mask": torch.from_numpy(splits.mask(splits.all_causal(workload.segments)))[None, None],
+            "attention_mask": torch.from_numpy(splits.mask_of_runs(splits.all_causal(workload.segments)))[None, None],
         }
 
     def arguments(self, workload: Workload, device: torch.device | None = None) -> dict[str, Any]:
@@ -70,7 +70,7 @@ class Drawings:
         drawn = [part for part in parts if part.kind in ("reference", "draw")]
         arguments |= {
             "input_ids": torch.zeros(1, workload.tokens, dtype=torch.long),
-            "attention_mask": torch.from_numpy(splits.mask(workload.splits))[None, None],
+            "attention_mask": torch.from_numpy(splits.mask_of_runs(workload.splits))[None, None],
             "pixel_values": floats(workload.patches, tower.num_channels * tower.patch_size**2),
             "timesteps": floats(len(drawn)),
             "noise": floats(workload.latent_patches, config.latent_features),

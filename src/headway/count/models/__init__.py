@@ -73,7 +73,7 @@ def _folders() -> tuple[Path, ...]:
 
 
 @cache
-def folder_of(name: str) -> Path:
+def ledger_folder(name: str) -> Path:
     """The folder that holds the ledger of a shipped model."""
     return next(folder for folder in _folders() if name in _presets_in(folder))
 
@@ -134,4 +134,4 @@ def load_cost_model(name: str) -> CostModel:
 
     if name not in presets():
         raise UnknownModelError(f"no cost model named {name!r} ships with Headway. {nearest(name)}")
-    return storage.load(folder_of(name) / f"{name}.json")
+    return storage.load(ledger_folder(name) / f"{name}.json")

@@ -10,6 +10,16 @@ from headway.data.feed.index_feed import IndexedFeed
 from headway.data.feed.lane import Streaming
 from headway.data.feed.make import PackMaker
 from headway.data.feed.stream import StreamFeed
-from headway.data.transfer import on_device
+from headway.data.transfer import transfer_ahead
 
-__all__ = ["FILES", "Feed", "FeedReport", "IndexedFeed", "PackMaker", "Share", "StreamFeed", "Streaming", "on_device"]
+__all__ = [
+    "FILES",
+    "Feed",
+    "FeedReport",
+    "IndexedFeed",
+    "PackMaker",
+    "Share",
+    "StreamFeed",
+    "Streaming",
+    "transfer_ahead",
+]

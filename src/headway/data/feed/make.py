@@ -166,7 +166,7 @@ class PackMaker:
                     full_sample = self.encoder.without_conditions(
                         self.encoder.encode(sample), self.dropout, piece.epoch
                     )
-                    part = self.rule.marked(part_of(full_sample, piece.start, piece.stop), sample)
+                    part = self.rule.marked(cut_sample(full_sample, piece.start, piece.stop), sample)
                     others.append(self.rule.others(part, sample, self.encoder))
                 except DataError as error:
                     raise sample_error(error, sample.origin) from error
@@ -191,7 +191,7 @@ class PackMaker:
             raise sample_error(error, Origin(source.name, source.name, piece.row, f"row {piece.row}")) from error
 
 
-def part_of(sample: EncodedSample, start: int, stop: int) -> EncodedSample:
+def cut_sample(sample: EncodedSample, start: int, stop: int) -> EncodedSample:
     """Cut tokens start .. stop - 1 out of a sample; positions of a later piece begin at 0 again.
 
     Raises:

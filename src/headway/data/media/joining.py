@@ -54,12 +54,12 @@ def joining_of(parts: Sequence[torch.Tensor], together: torch.Tensor) -> Joining
         covered = _placed([torch.ones_like(part, dtype=torch.bool) for part in parts], axis, False)
         uncovered = together[~covered]
         rule = Joining(axis, uncovered[0].item() if len(uncovered) else None)
-        if torch.equal(joined(parts, rule), together):
+        if torch.equal(pack_tensor(parts, rule), together):
             return rule
     return Joining(None) if all(torch.equal(part, together) for part in parts) else None
 
 
-def joined(parts: Sequence[torch.Tensor], rule: Joining) -> torch.Tensor:
+def pack_tensor(parts: Sequence[torch.Tensor], rule: Joining) -> torch.Tensor:
     """One tensor for a pack.
 
     Args:

@@ -5,6 +5,6 @@ runs on CUDA; `varlen` is PyTorch's), `masks` (rules that boundaries do not say)
 `dense` (scores written out). Tensor letters are in `backend`.
 """
 
-from headway.models.attention.backend import attend, mask, register, use_attention
+from headway.models.attention.backend import attend, mask, register_attention, use_attention
 
-__all__ = ["attend", "mask", "register", "use_attention"]
+__all__ = ["attend", "mask", "register_attention", "use_attention"]

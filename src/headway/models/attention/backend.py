@@ -33,7 +33,7 @@ from headway.models.products import product_dtype
 NAME = "headway_flash"  # "flash" in the name makes vision towers hand over their cu_seqlens instead of looping
 
 
-def register() -> None:
+def register_attention() -> None:
     """Make "headway_flash" known to transformers; calling it again changes nothing."""
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, mask)
@@ -77,7 +77,7 @@ def use_attention(model: PreTrainedModel, name: str = NAME) -> None:
     Raises:
         ConfigError: no backend of that name is registered.
     """
-    register()
+    register_attention()
     backends = ["eager", *sorted(ALL_ATTENTION_FUNCTIONS.valid_keys())]
     if name not in backends:
         raise ConfigError(f"There is no attention backend {name!r}. Known are: {', '.join(backends)}.")

@@ -25,7 +25,7 @@ from headway.objectives.preferences.losses import PairSettings, Preferring
 from headway.objectives.preferences.reference import Scoring, plain_losses
 from headway.objectives.preferences.settings import PreferenceConfig
 from headway.objectives.preferences.unpaired import UNPAIRED
-from headway.optim import rows_of
+from headway.optim import rows_for_new_tokens
 
 Refer = Callable[[Batch], torch.Tensor]
 """Gives the log-probabilities of the answers of a pack on the device under a reference [nats], shape (A,)."""
@@ -208,7 +208,9 @@ def _initial_scoring(config: TrainConfig, judged: JudgedModel) -> Callable[[Sequ
     if config.model.base is not None:
         raise HeadwayError(f"Its initial weights were held as model.base {config.model.base}.")
     dtype, device, settings = judged.precision.params, judged.device, config.model
-    initial = load_model(settings.path, dtype=dtype, device=device, rows=rows_of(settings), seed=config.run.seed)
+    initial = load_model(
+        settings.path, dtype=dtype, device=device, rows=rows_for_new_tokens(settings), seed=config.run.seed
+    )
     try_packs(initial, tokens=config.data.tokens_per_pack)
     initial.train(False)
     losses = model_with_loss(initial, chunk=config.speed.loss_chunk)

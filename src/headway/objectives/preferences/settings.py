@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from headway.config.objective import ObjectiveSection
-from headway.config.sections import Fraction, Share, changed
+from headway.config.sections import Fraction, Share, settings_off_default
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class PreferenceConfig(ObjectiveSection):
                 f"overlong 'split' would make several rows of an answer, which preference.loss {self.loss!r} takes as "
                 "one: use 'truncate' or 'drop'"
             )
-        if self.row.scores and "loss_chunk" in changed(config.speed):
+        if self.row.scores and "loss_chunk" in settings_off_default(config.speed):
             raise ValueError(
                 f"speed.loss_chunk has no effect with preference.loss {self.loss!r}, whose head has one column: leave "
                 "it out"
@@ -202,7 +202,7 @@ class PreferenceConfig(ObjectiveSection):
 
     @model_validator(mode="after")
     def _everything_takes_effect(self) -> Self:
-        for setting in sorted(changed(self) - {"loss", "reference"}):
+        for setting in sorted(settings_off_default(self) - {"loss", "reference"}):
             if not self._reads(self.row, setting):
                 readers = [name for name, row in PAIR_LOSSES.items() if self._reads(row, setting)]
                 raise ValueError(

@@ -13,7 +13,7 @@ from torch import nn
 
 from headway.count import masks
 from headway.errors import TraceError
-from headway.tracing.attention import attend
+from headway.tracing.attention import record_attention
 from headway.tracing.record import Recorder
 from headway.tracing.scores import data
 
@@ -47,7 +47,7 @@ def _window(
     q, k, v = (_heads(of(hidden_states), number) for of in (module.query, module.key, module.value))
     if not is_global_attn or is_index_global_attn is None:
         pairs, driver = masks.local_pairs([length] * batch, side, side), f"source_pairs:local:{side}:{side}"
-        return (_joined(attend(recorder, path, q, k, v, pairs, driver)),)
+        return (_joined(record_attention(recorder, path, q, k, v, pairs, driver)),)
     if batch > 1:
         raise TraceError(
             f"module {path or '(the model)'} has global tokens in {batch} texts: give an example of one text."
@@ -56,10 +56,10 @@ def _window(
     where = chosen.nonzero()[:, 0]
     place = torch.arange(length)
     visible = ((place[:, None] - place).abs() <= side) | chosen
-    out = _joined(attend(recorder, path, q, k, v, int(torch.count_nonzero(visible[~chosen]))))
+    out = _joined(record_attention(recorder, path, q, k, v, int(torch.count_nonzero(visible[~chosen]))))
     q = _heads(module.query_global(hidden_states[:, where]), number)
     k, v = (_heads(of(hidden_states), number) for of in (module.key_global, module.value_global))
-    return (out.index_copy(1, where, _joined(attend(recorder, path, q, k, v, len(where) * length))),)
+    return (out.index_copy(1, where, _joined(record_attention(recorder, path, q, k, v, len(where) * length))),)
 
 
 def _unpadded(
@@ -101,10 +101,10 @@ def _blocks(
     pairs = int((torch.bincount(where // size) ** 2).sum())
     driver = f"source_pairs:{'staggered' if staggered else 'block'}:{size}"
     tokens, few = len(where), global_hidden_states.shape[1]
-    near = attend(recorder, path, q, k, v, pairs, driver)
-    far = attend(recorder, path, q, global_k, global_v, tokens * few)
+    near = record_attention(recorder, path, q, k, v, pairs, driver)
+    far = record_attention(recorder, path, q, global_k, global_v, tokens * few)
     all_k, all_v = torch.cat([global_k, k], dim=2), torch.cat([global_v, v], dim=2)
-    looked = attend(recorder, path, global_q, all_k, all_v, few * (few + tokens))
+    looked = record_attention(recorder, path, global_q, all_k, all_v, few * (few + tokens))
     local = torch.zeros_like(token_hidden_states).index_copy(1, where, module.out_proj(_joined(near + far)))
     return local, module.out_proj(_joined(looked)), None
 

@@ -25,7 +25,7 @@ class Padding:
 
     def units(self, driver: str) -> int:
         """Count the units of a driver that really run."""
-        return self.run[driver] if driver in self.run else drivers.parse(driver)(self.workload)
+        return self.run[driver] if driver in self.run else drivers.parse_driver(driver)(self.workload)
 
 
 def paddings(model: nn.Module, workload: Workload) -> Iterator[tuple[str, Padding]]:

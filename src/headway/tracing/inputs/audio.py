@@ -95,7 +95,7 @@ class AudioFeatures(InputForm):
         return int(token)
 
     def _find(self) -> SpeechLayout:
-        return speech_layout.find(self._config, self.takes, self._ask, masked=bool(self._masks()))
+        return speech_layout.find_layout(self._config, self.takes, self._ask, masked=bool(self._masks()))
 
     def _masks(self) -> list[str]:
         """List the masks of frames; one that the forward takes and the tower does not is of text positions."""
@@ -106,7 +106,7 @@ class AudioFeatures(InputForm):
         real = (torch.arange(speech.padded(frames)) < frames).expand(clips, -1)
         masks = dict.fromkeys(self._masks(), real)
         if _SAMPLES in self._accepted:
-            (hop, *_) = speech_layout.numbers(self._config, "hop_length")
+            (hop, *_) = speech_layout.whole_numbers(self._config, "hop_length")
             masks[_SAMPLES] = torch.full((clips,), frames * hop)
         return {self.takes: floats(speech.of(clips, frames)), **masks}
 

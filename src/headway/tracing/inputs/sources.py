@@ -66,7 +66,7 @@ class SourceFeatures(InputForm):
             sound = phantom_floats(speech.of(1, frames))
             probe.run({self.takes: sound, "decoder_input_ids": ids, "use_cache": False})
 
-        self.speech = speech_layout.find(model.config, self.takes, hear)  # layout of the argument
+        self.speech = speech_layout.find_layout(model.config, self.takes, hear)  # layout of the argument
         sizes = speech_layout.windows(model.config)
         if self.speech.fixed:
             self.drivers = [f"sources:{self.speech.fixed}", "pairs:cross"]

@@ -42,7 +42,7 @@ class SpeechLayout:
         return (clips, *(self.padded(frames) if size == "frames" else int(size) for size in self.shape))
 
 
-def numbers(config: Any, pattern: str) -> list[int]:
+def whole_numbers(config: Any, pattern: str) -> list[int]:
     """List the whole numbers of a configuration whose names hold a pattern, those inside it included; each once."""
     values = (
         value
@@ -55,7 +55,7 @@ def numbers(config: Any, pattern: str) -> list[int]:
 
 def windows(config: Any) -> list[int]:
     """List possible windows of an encoder's attention [positions], as the configuration says or twice that."""
-    sizes = numbers(config, "window|block|radius|chunk|context_size|local")
+    sizes = whole_numbers(config, "window|block|radius|chunk|context_size|local")
     return [w for n in sizes for w in (n, 2 * n) if 1 < w <= LONGEST_WINDOW]
 
 
@@ -67,7 +67,7 @@ def windowed(pairs: str, sizes: Sequence[int]) -> list[str]:
     return [*blocks, *(f"{pairs}:local:{before}:{after}" for before, after in dict.fromkeys(sides) if before)]
 
 
-def find(
+def find_layout(
     config: Any, argument: str, hear: Callable[[SpeechLayout, int], object], *, masked: bool = True
 ) -> SpeechLayout:
     """Find the first layout of speech that a model runs on.
@@ -103,8 +103,8 @@ def _layouts(config: Any, waves: bool, masked: bool) -> Iterator[SpeechLayout]:
     if waves:
         shapes = [("frames",), (1, "frames")]
     else:
-        single = [*numbers(config, "mel|feat|input_dim|input_size|audio_embed_dim"), *_WIDTHS]
-        stacks = numbers(config, "stack")  # frames side by side in one
+        single = [*whole_numbers(config, "mel|feat|input_dim|input_size|audio_embed_dim"), *_WIDTHS]
+        stacks = whole_numbers(config, "stack")  # frames side by side in one
         widths = dict.fromkeys([*single, *(width * frames for width in single for frames in stacks)])
         shapes = [shape for width in widths for shape in ((width, "frames"), ("frames", width))]
     unit = _SAMPLES if waves else 1
@@ -114,5 +114,5 @@ def _layouts(config: Any, waves: bool, masked: bool) -> Iterator[SpeechLayout]:
     blocks = [size for size in windows(config) if size <= _LONGEST_BLOCK]
     for block in sorted(blocks, reverse=True):  # clips that end within one window would not show it
         yield from (SpeechLayout(shape, tuple(n * block * unit for n in _BLOCKS)) for shape in shapes)
-    for positions in numbers(config, "max_source_positions|max_position_embeddings"):
+    for positions in whole_numbers(config, "max_source_positions|max_position_embeddings"):
         yield from (SpeechLayout(shape, (2 * positions,) * 4, 2 * positions) for shape in shapes)
