@@ -8,7 +8,8 @@ from pathlib import Path
 from headway.errors import HeadwayError
 from headway.explain.comparison import MeanStep, mean_step
 from headway.explain.explanation import MOST, Finding
-from headway.explain.findings.rules import RULES, FindingPlace, TimeOf
+from headway.explain.findings.rule import FindingPlace, TimeOf
+from headway.explain.findings.rules import RULES
 from headway.explain.profiles import newest_window
 from headway.explain.trace import read_traces
 from headway.explain.waterfall import explain
@@ -69,8 +70,8 @@ def in_order(by_profile: Sequence[Finding] | None, by_records: Sequence[Finding]
     """
     if by_profile is None:
         return tuple(by_records)
-    places = {rule.name: rule.place for rule in RULES}
-    between = {rule.name for rule in RULES if rule.time is TimeOf.BESIDE}
+    places = {rule.name: observer.place for rule in RULES for observer in rule.observers}
+    between = {rule.name for rule in RULES if rule.in_records is not None and rule.in_records.time is TimeOf.BESIDE}
     names = {finding.id for finding in by_profile}
     more = [f for f in by_records if f.id not in names and places.get(f.id) not in (FindingPlace.VAGUE, None)]
 

@@ -7,8 +7,9 @@ from headway.config import TrainConfig
 from headway.config.tree import walk
 from headway.explain.explanation import MOST, StepWaterfall, WaterfallLine
 from headway.explain.findings import rules
-from headway.explain.findings.evidence import Observation, RunEvidence, RunStep, SteadyEvidence, StepEvidence
-from headway.explain.findings.rules import RULES, Rule, find
+from headway.explain.findings.evidence import RunEvidence, RunStep, StepEvidence
+from headway.explain.findings.rule import Observation, Rule, RuleObserver, TimeOf
+from headway.explain.findings.rules import RULES, find
 from headway.explain.trace import read_trace
 from headway.explain.waterfall import explain
 from helpers.traces import sidecar, two_kernels_a_step
@@ -53,11 +54,12 @@ def test_without_evidence_nothing_is_found(tmp_path):
     assert find(StepEvidence([])) == find() == ()
 
 
-def test_a_kind_of_evidence_has_one_rule_of_a_name_and_thresholds_are_shares():
-    assert len({(rule.name, rule.evidence) for rule in RULES}) == len(RULES)
-    assert {rule.evidence for rule in RULES} == {StepEvidence, RunEvidence, SteadyEvidence}
-    assert all(0 < rule.least < 1 for rule in RULES if rule.evidence is StepEvidence)
-    assert all(0 <= rule.least < 1 for rule in RULES)
+def test_a_name_has_one_rule_with_an_observer_and_thresholds_are_shares():
+    assert len({rule.name for rule in RULES}) == len(RULES)
+    assert all(rule.observers for rule in RULES)
+    assert sum(len(rule.observers) == 2 for rule in RULES) == 15  # seen in traces and in records
+    assert all(0 < rule.in_trace.least < 1 for rule in RULES if rule.in_trace is not None)
+    assert all(0 <= observer.least < 1 for rule in RULES for observer in rule.observers)
 
 
 SECOND = 10**9
@@ -65,29 +67,37 @@ RUN = RunEvidence([RunStep(n, (9 if n == 1 else 1) * SECOND, mfu=0.1) for n in r
 
 
 @pytest.mark.parametrize(
-    ("kind", "loss_ns", "share"),
-    [(StepEvidence, 250_000, 0.25), (RunEvidence, SECOND, 1 / 19), (SteadyEvidence, SECOND, 1 / 10)],
+    ("side", "time", "num_steps", "loss_ns", "share"),
+    [
+        ("in_trace", TimeOf.STEPS, 1, 250_000, 0.25),
+        ("in_records", TimeOf.RUN, 11, SECOND, 1 / 19),
+        ("in_records", TimeOf.STEPS, 10, SECOND, 1 / 10),
+    ],
 )
-def test_a_rule_of_any_kind_of_evidence_is_one_entry_of_the_table(monkeypatch, kind, loss_ns, share):
+def test_a_rule_of_any_evidence_is_one_entry_of_the_table(monkeypatch, side, time, num_steps, loss_ns, share):
     def look(evidence):
-        assert type(evidence) is kind
+        assert type(evidence) is (StepEvidence if side == "in_trace" else RunEvidence)
+        assert evidence.num_steps == num_steps
         return Observation(loss_ns, "Seen.", "a cause.", "a change.")
 
-    monkeypatch.setattr(rules, "RULES", (Rule("made-up", kind, share - 0.01, look),))
+    def rule(least):
+        return Rule("made-up", **{side: RuleObserver(look, least, time)})
+
+    monkeypatch.setattr(rules, "RULES", (rule(share - 0.01),))
     (found,) = find(StepEvidence([step_of()]), RUN)
     assert (found.id, found.seen, found.share) == ("made-up", "Seen.", pytest.approx(share))
-    assert len(find(StepEvidence([step_of()]))) == (kind is StepEvidence)
-    monkeypatch.setattr(rules, "RULES", (Rule("made-up", kind, share + 0.01, look),))
+    assert len(find(StepEvidence([step_of()]))) == (side == "in_trace")
+    monkeypatch.setattr(rules, "RULES", (rule(share + 0.01),))
     assert find(StepEvidence([step_of()]), RUN) == ()
 
 
-def test_of_two_rules_of_one_name_the_first_that_sees_something_tells_it(monkeypatch):
-    def rule(kind, message):
+def test_of_two_observers_of_a_rule_that_of_records_goes_first(monkeypatch):
+    def observer(message):
         observation = None if message is None else Observation(1000, message, "a cause.", "a change.")
-        return Rule("made-up", kind, 0.0, lambda _: observation)
+        return RuleObserver(lambda _: observation, 0.0)
 
     for in_a_row, told in (("Run.", "Run."), (None, "Steps.")):
-        monkeypatch.setattr(rules, "RULES", (rule(RunEvidence, in_a_row), rule(StepEvidence, "Steps.")))
+        monkeypatch.setattr(rules, "RULES", (Rule("made-up", observer("Steps."), observer(in_a_row)),))
         assert [found.seen for found in find(StepEvidence([step_of()]), RUN)] == [told]
 
 

@@ -13,8 +13,10 @@ from headway.explain.breakdown import StepAttention
 from headway.explain.budget import NeededWork
 from headway.explain.events import NONE, Kind
 from headway.explain.explanation import StepWaterfall
-from headway.explain.findings.evidence import EventTime, Observation, StepEvidence, as_number
+from headway.explain.findings.evidence import EventTime, RunEvidence, StepEvidence, as_number
+from headway.explain.findings.rule import FindingPlace, Observation, Rule, RuleObserver
 from headway.explain.measurement import MATMUL
+from headway.report import format_share
 
 # Elements of two bytes in 16 bytes, which rows of operands are to be a multiple of.
 # Source: NVIDIA, Matrix Multiplication Background User's Guide, "Requirements to use Tensor Cores".
@@ -336,3 +338,58 @@ def throttled_clocks(evidence: StepEvidence) -> Observation | None:
         "nvidia-smi -q -d PERFORMANCE,CLOCK for the reason; a higher power limit, better cooling, or less of both "
         "where the limit is meant: then MFU is to be read against the lower clock.",
     )
+
+
+def recorded_padding(evidence: RunEvidence) -> Observation | None:
+    """Slots without a token, on which layers spend as much as on others."""
+    ns = sum(step.padding_ns for step in evidence.steps)
+    if not ns:
+        return None
+    empty = sum(step.empty_share * step.duration_ns for step in evidence.steps) / evidence.duration_ns
+    return Observation(
+        ns,
+        f"{format_share(empty)} of the slots were padding, on which layers spend as much as on tokens: up to "
+        f"{format_share(ns / evidence.duration_ns)} of the time.",
+        "samples are padded to the longest of a batch or to a fixed length, or packs to a large bucket.",
+        "samples laid end to end (in headway train data.strategy: balanced with data.tokens_per_pack, and a smaller "
+        "data.bucket_tokens or null); elsewhere batches of like lengths, padded to their own longest.",
+    )
+
+
+def recorded_recomputation(evidence: RunEvidence) -> Observation | None:
+    """Activations that are computed again, where memory would keep them, as far as is known."""
+    ns = sum(step.recomputed_ns for step in evidence.steps)
+    memory = max((step.memory_share or 0.0 for step in evidence.steps), default=0.0)
+    if not ns or memory > 0.75:  # less may be what a larger batch or the heap needs
+        return None
+    free = f", and {format_share(1 - memory)} of the device's memory were free at the peak" if memory else ""
+    return Observation(
+        ns,
+        f"activations are computed again in backward: up to {format_share(ns / evidence.duration_ns)} of the time"
+        f"{free}.",
+        "more blocks are recomputed than memory asks for.",
+        "no activation checkpointing, or of fewer blocks (in headway train speed.recompute: none, or memory:NGiB, "
+        "which recomputes only as much as it must).",
+    )
+
+
+_KERNELS = ("memory", "slow", "matmul", "optimizer")
+RULES = (
+    Rule("misaligned-gemms", RuleObserver(misaligned_gemms, 0.05, lines=("slow", "matmul"))),
+    # Norms and activations of an ordinary step take 5 to 10 % on a device, written out 10 to 16 % on a CPU.
+    Rule("unfused-chains", RuleObserver(unfused_chains, 0.20, lines=("memory",))),
+    Rule("slow-attention", RuleObserver(slow_attention, 0.03, lines=("slow", "matmul"))),
+    # Recomputing attention alone costs some 3 %; a whole forward again is a fifth to a quarter.
+    Rule(
+        "recomputation",
+        RuleObserver(recomputation, 0.05, lines=("recomputation", *_KERNELS)),
+        RuleObserver(recorded_recomputation, 0.05),
+    ),
+    # Packs of a balanced plan are 95 to 99 % full.
+    Rule("padding", RuleObserver(padding, 0.10, lines=("padding", *_KERNELS)), RuleObserver(recorded_padding, 0.10)),
+    # A frozen tower of ordinary images takes 10 to 20 %; its backward alone more than this is worth the question.
+    Rule("vision-tower", RuleObserver(vision_tower, 0.30, place=FindingPlace.CHOICE, lines=("slow", "matmul"))),
+    Rule("uneven-experts", RuleObserver(uneven_experts, 0.05, lines=("slow", "communication"))),
+    # Boards vary by some per cent, and a product at its power limit runs 5 to 10 % below the highest clock.
+    Rule("throttled-clocks", RuleObserver(throttled_clocks, 0.10, lines=("slow", "matmul"))),
+)

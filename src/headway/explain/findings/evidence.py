@@ -22,24 +22,6 @@ from headway.report import format_share
 from headway.report.numbers import quantity
 
 
-class Observation(NamedTuple):
-    """Observation of a rule in all steps together.
-
-    Attributes:
-        ns: what it costs them [ns].
-        message: what was seen, with its number, as a sentence.
-        cause: the likely cause, as a sentence.
-        next: what to try next in any loop, as a sentence.
-        setting: what to set in `headway train`, which is told to those who use it; "" where nothing is.
-    """
-
-    ns: float
-    message: str
-    cause: str
-    next: str
-    setting: str = ""
-
-
 @dataclass(frozen=True, slots=True)
 class RunStep:
     """One step as its record or its line of a log tells it.
@@ -473,10 +455,6 @@ class RunEvidence(Evidence[RunStep]):
         return num_first_steps([step.duration_ns for step in self.steps])
 
     @cached_property
-    def steady(self) -> "SteadyEvidence":
+    def steady(self) -> "RunEvidence":
         """The run without its slow first steps, and without what is beside the steps."""
-        return SteadyEvidence(self.steps[self.num_first :])
-
-
-class SteadyEvidence(RunEvidence):
-    """Steps of a run without the slow ones that it began with."""
+        return RunEvidence(self.steps[self.num_first :])

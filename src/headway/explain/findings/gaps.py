@@ -1,4 +1,4 @@
-"""Gaps of a step in which the host was late, and what the trace shows around them: phases, stacks, collections."""
+"""Gaps of a step in which the host was late, and what a trace or records show in them: phases, stacks, collections."""
 
 import re
 import weakref
@@ -6,15 +6,19 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import median
 from typing import NamedTuple
 
 import numpy as np
 
 from headway.explain.attribution import Phase
 from headway.explain.events import NONE, Column, Kind
-from headway.explain.findings.evidence import StepEvidence
+from headway.explain.findings import rollout
+from headway.explain.findings.evidence import RunEvidence, StepEvidence
+from headway.explain.findings.rule import Observation
 from headway.explain.measurement import MeasuredStep, MeasuredTrace
 from headway.meter.host_evidence import COLLECTION
+from headway.report import format_share
 
 _LONG_NS = 1_000_000  # launches and Python between two operators take some 5 to 100 us
 _LONG_SHARE = 0.02  # of the step; a core that is shared takes a thread away for some milliseconds now and then
@@ -24,8 +28,37 @@ _LOADS = re.compile(r"(cu|hip)(ModuleLoad|LibraryLoad|ModuleGetFunction)\w*|cuda
 _REPLAYS = re.compile(r"(cuda|hip|cu)GraphLaunch\w*")
 ANNOTATION = "the annotation"
 _SURROUNDINGS = ("ProfilerStep#", "phase:", COLLECTION)
-
 ENGINE = re.compile(r"^~?_engine_run_backward")
+_BETWEEN = {
+    "input": "between the batch's arrival and the forward",
+    "gradients": "between the backward and the update",
+    "after": "behind the update",
+}
+_LEAST_GAP = 0.02  # share of the time below which a gap is what every loop has
+_PURPOSES = {
+    "logging": (
+        "a logging handler or tracker is waited for at every step.",
+        "log every N steps, or from a thread of its own (logging.handlers.QueueHandler).",
+    ),
+    "checkpoint": (
+        "the state is written within the steps, and training waits for the disk.",
+        "save less often, and write from a copy while training goes on (async_save of PyTorch's distributed "
+        "checkpoints); `with meter.away('checkpoint')` keeps it out of the steps' time.",
+    ),
+    "read-back": (
+        "numbers are read out of tensors one after the other: .item(), float(), .numpy().",
+        "keep numbers on the device, add them up there, and read them every N steps.",
+    ),
+    "parameter-loop": (
+        "Python goes through the parameters, one small operator after the other.",
+        "one call for all of them, such as clip_grad_norm_ or torch._foreach_add_ and its like; or do it every N "
+        "steps.",
+    ),
+    "": (
+        "the loop does something else than training there, and the device waits.",
+        "do it less often, in another thread or in the data loader's workers.",
+    ),
+}
 
 
 class _Activity(NamedTuple):
@@ -54,6 +87,8 @@ class _Activity(NamedTuple):
 
 
 _ASK_LESS_OFTEN = "ask it less often, or in a thread of its own"
+
+
 # If a stack tells several, the first row is taken. Functions: of PyTorch, Accelerate, Lightning and Hugging Face's
 # Trainer, and common names in loops of one's own. Files: of packages that do one thing only.
 _ACTIVITIES = (
@@ -244,6 +279,16 @@ def pauses_of(evidence: StepEvidence) -> list[StepPauses]:
     return _pauses[evidence]
 
 
+def collected_ns(steps: Sequence[StepPauses]) -> int:
+    """Time of all collections within steps, in operators as well as between them, as far as they had a core [ns]."""
+    spans = [
+        (step, max(start, step.step.window.start_ns), min(end, step.step.window.end_ns))
+        for step in steps
+        for start, end in step.collections
+    ]
+    return sum(max(0, end - start - step.preempted_ns(start, end)) for step, start, end in spans)
+
+
 def stacks_of(evidence: StepEvidence, step: StepPauses, pause: Pause) -> Counter[tuple[str, ...]]:
     """Time of each stack of the loop's thread within a pause [ns]; none where nobody sampled it."""
     spent: Counter[tuple[str, ...]] = Counter()
@@ -267,3 +312,70 @@ def activity(stack: Sequence[str]) -> tuple[str, str, str]:
     if row is None:
         return "pause", "", "do it less often, ahead of time, or in a thread or process of its own."
     return row.phase.value if row.phase is not None else "pause", f"{row.cause}.", f"{row.advice}."
+
+
+def is_allocation(call: str) -> bool:
+    """Tell whether a wait, as the waterfall names it, is one for memory: "aten::empty (cudaMalloc)"."""
+    return ALLOCATES.search(call) is not None
+
+
+def recorded_pause(evidence: RunEvidence, purpose: str) -> Observation | None:
+    """Time between the phases of a step, in which the loop does something else.
+
+    Args:
+        evidence: of the steps.
+        purpose: what the code in the gap is for, a key of `_PURPOSES`; "" where nothing is known of it.
+    """
+    if not purpose and rollout.rest_without_work(evidence):
+        return None  # `host_phase` tells of it
+    gaps = {gap: ns for gap, ns in _long_gaps(evidence).items() if _purpose(evidence, gap) == purpose}
+    if not gaps:
+        return None
+    ns = sum(gaps.values())
+    codes: Counter[str] = Counter()
+    for step in evidence.steps:
+        for gap, code, _, spent_ns in step.places:
+            codes[code] += spent_ns if gap in gaps else 0
+    where = " and ".join(_BETWEEN[gap] for gap in gaps)
+    message = f"the loop spent {format_share(ns / evidence.duration_ns)} of the time {where}"
+    if codes and (top := codes.most_common(1)[0])[1]:
+        message += f", mostly in {top[0]}"
+    cause, advice = _PURPOSES[purpose]
+    return Observation(ns, f"{message}.", cause, advice)
+
+
+def _long_gaps(evidence: RunEvidence) -> dict[str, int]:
+    """Time of the gaps that are worth a word, in all steps, without collections of garbage [ns].
+
+    Without an optimizer that is seen, its update is in a gap itself, and none behind the backward can be told.
+    """
+    timed = [step for step in evidence.steps if step.phases_ns]
+    timed_ns = sum(step.duration_ns for step in timed)
+    if not timed_ns:
+        return {}
+    gaps = _BETWEEN if any(step.phases_ns.get("optimizer") for step in timed) else ("input",)
+    shares = {gap: sum(step.phases_ns.get(gap, 0) for step in timed) / timed_ns for gap in gaps}
+    # Where no look fell on code of the loop, its usual length is all that is known: other processes stretch some.
+    for gap in shares.keys() - {place_gap for step in evidence.steps for place_gap, *_ in step.places}:
+        usual_ns = median(step.phases_ns.get(gap, 0) for step in timed) * len(timed)
+        shares[gap] = min(shares[gap], usual_ns / timed_ns)
+    # Phases that the loop names lie in the gaps too, and have rules of their own.
+    if any(step.loop_phases for step in timed):
+        workless = sum(map(rollout.workless_ns, evidence.steps)) / evidence.duration_ns
+        shares = {gap: max(0.0, share - workless) for gap, share in shares.items()}
+    # A collection is where the loop calls it, or where most objects are made: in the longest gap as far as it fits.
+    dearest = max(shares, key=lambda gap: shares[gap])
+    shares[dearest] -= sum(step.collection_ns for step in evidence.steps) / evidence.duration_ns
+    return {gap: round(share * evidence.duration_ns) for gap, share in shares.items() if share > _LEAST_GAP}
+
+
+def _purpose(evidence: RunEvidence, gap: str) -> str:
+    """Name what the code in a gap is for, where most of the looks at it agree."""
+    purposes: Counter[str] = Counter()
+    for step in evidence.steps:
+        for place_gap, _, purpose, ns in step.places:
+            purposes[purpose] += ns if place_gap == gap else 0
+    if not purposes.total():
+        return ""
+    purpose, ns = purposes.most_common(1)[0]
+    return purpose if ns > purposes.total() / 2 and purpose in _PURPOSES else ""

@@ -1,12 +1,15 @@
-"""Rules about the host: it comes late with data, waits for the device, or does something else than training."""
+"""Rules about the host: it comes late with data or launches, waits for the device, or has too few cores."""
 
 from collections import defaultdict
 from collections.abc import Mapping
+from functools import partial
+from statistics import median
 
-from headway.explain.attribution import Phase
-from headway.explain.findings.evidence import Observation, StepEvidence, as_number
-from headway.explain.findings.loops import READ_LATE_HINT, READ_LATE_SETTING
-from headway.explain.findings.pauses import is_allocation, paused_for
+from headway.explain.findings import loops, optimizer, patterns
+from headway.explain.findings.evidence import RunEvidence, StepEvidence, as_number
+from headway.explain.findings.gaps import collected_ns, is_allocation, pauses_of
+from headway.explain.findings.rule import FindingPlace, Observation, Rule, RuleObserver, TimeOf
+from headway.report import format_share
 
 _UNKNOWN = ""
 _DATA_ADVICE = {  # what takes long, why, what to do in any loop, and in `headway train`
@@ -22,25 +25,6 @@ _DATA_ADVICE = {  # what takes long, why, what to do in any loop, and in `headwa
                "more workers and batches ahead: in a DataLoader num_workers and prefetch_factor.",
                "more data.workers and a larger data.prefetch_bytes"),
 }  # fmt: skip
-_CHORES = {  # what took time, why, what to do in any loop, and in `headway train`
-    Phase.COMPILE: ("compiling (torch.compile) took",
-                    "something that the compiled code was specialised to changes from step to step, such as a length.",
-                    "mark what changes as dynamic (torch.compile(dynamic=True)), or pad to few sizes; "
-                    "TORCH_LOGS=recompiles names the guard that failed.",
-                    "data.bucket_tokens; speed.recompiles: error names the guard that failed"),
-    Phase.CHECKPOINT: ("checkpoints took",
-                       "the state is saved often, or training waits until it is written.",
-                       "save less often, and write while training goes on (async_save of torch.distributed).",
-                       "a larger checkpoint.every, checkpoint.asynchronous: true"),
-    Phase.LOGGING: ("logging took",
-                    "numbers are read back and written at every step.",
-                    "log less often or to fewer places; keep numbers on the device until then.",
-                    "a larger run.log_every, fewer run.trackers"),
-    Phase.EVALUATION: ("evaluation took",
-                       "the model is judged often, or on many samples.",
-                       "judge less often or on fewer samples.",
-                       "a larger eval.every, a smaller eval.max_samples"),
-}  # fmt: skip
 _READS = ("aten::item", "aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero", "aten::equal", "tolist")
 _WHY_WAITED = {
     True: "a number is read back from the device within the step: .item(), .tolist(), print or an if.",
@@ -48,6 +32,10 @@ _WHY_WAITED = {
     "synchronisation for timing, or a library's own.",
 }
 _COPIES = ("aten::copy_", "aten::_to_copy", "aten::to ", "cudaMemcpy", "hipMemcpy", "cuMemcpy")
+_MANY = 16  # short gaps a step, from which they are the launches' and not the step's begin and end
+_TINY_NS = 30_000  # what an operator on a CPU takes of which larger batches take no more
+_CALL_NS = 5_000  # of a call on a CPU that does nothing: PyTorch's dispatch, autograd's node, memory for the result
+_LOOP_SHARE = 0.05  # of the steps, from which a loop over tensors is what is to be told
 
 
 def data_wait(evidence: StepEvidence, part: str) -> Observation | None:
@@ -96,8 +84,8 @@ def synchronisation(evidence: StepEvidence) -> Observation | None:
         ns,
         f"the device idled for {evidence.share(ns)} of the time after the host had waited for it, mostly in {dearest}.",
         _WHY_WAITED[_is_read(dearest)],
-        READ_LATE_HINT,
-        setting=READ_LATE_SETTING,
+        loops.READ_LATE_HINT,
+        setting=loops.READ_LATE_SETTING,
     )
 
 
@@ -118,16 +106,134 @@ def blocking_copies(evidence: StepEvidence) -> Observation | None:
     )
 
 
-def beside_training(evidence: StepEvidence, phase: Phase) -> Observation | None:
-    """Time within the steps in which the loop does something else than training.
+def launch_bound(evidence: StepEvidence) -> Observation | None:
+    """Many short gaps between operators, which the host takes longer to call than they take to run."""
+    other_findings = {
+        (id(event.trace), event.event)
+        for event in [*optimizer.loop_over_parameters(evidence), *loops.small_products(evidence)]
+    }
+    late_ns = {(id(event.trace), event.event): event.late_ns for event in evidence.spent}
+    short_ns = number = 0
+    for step in pauses_of(evidence):
+        short = [gap for gap in step.gaps if not gap.is_long and (id(step.measured), gap.event) not in other_findings]
+        short_ns += sum(min(gap.own_ns, late_ns.get((id(step.measured), gap.event), gap.own_ns)) for gap in short)
+        number += len(short)
+    if number < _MANY * evidence.num_steps:
+        return None
+    if evidence.is_cpu:
+        return _call_bound(evidence, short_ns)
+    # What the profiler adds to a step lies between its operators.
+    overheads_s = [as_number(evidence.fact("profiler_overhead_s", step.rank)) for step in evidence.steps]
+    profiler_ns = sum(max(0, round(overhead_s * 1e9)) for overhead_s in overheads_s if overhead_s is not None)
+    ns = max(0, short_ns - profiler_ns)
+    return Observation(
+        ns,
+        f"nothing ran for {evidence.share(ns)} of the time in {number / evidence.num_steps:,.0f} gaps a step of "
+        f"{short_ns / number / 1e3:,.0f} us on average, since the next kernel had not been launched yet.",
+        "each step is many small operators, which Python takes longer to launch than they take to run.",
+        "larger batches and torch.compile (or CUDA graphs): fewer and larger launches.",
+        setting="larger packs (data.tokens_per_pack) and speed.compile: true",
+    )
 
-    Args:
-        evidence: of the steps.
-        phase: what it does, a key of `_CHORES`.
-    """
-    parts = evidence.parts("aside")
-    paused_ns, place = paused_for(evidence, phase)
-    ns = parts[phase.value] + parts[f"{phase.value}, idle"] + paused_ns
-    message, cause, advice, setting = _CHORES[phase]
-    where = f" Python was in {place}." if place else ""
-    return Observation(ns, f"{message} {evidence.share(ns)} of the time.{where}", cause, advice, setting)
+
+def _call_bound(evidence: StepEvidence, short_ns: int) -> Observation | None:
+    """The same on a CPU, whose operators run within their calls: of the short ones most is the call."""
+    # Loops over tensors are many small operators too, and have findings of their own.
+    if any(loop is not None and loop.ns >= _LOOP_SHARE * evidence.duration_ns for loop in _loops(evidence)):
+        return None
+    operators = [event for event in evidence.spent if event.ns and event.line not in ("aside", "communication")]
+    # A call takes its time whatever it computes; what an operator takes beyond that is work. Collections of garbage
+    # interrupt operators and gaps alike, and are no part of a call.
+    own_ns = evidence.duration_ns - collected_ns(pauses_of(evidence))
+    calls_ns = short_ns + sum(min(event.ns, _CALL_NS) for event in operators)
+    # Every step of a small model has some calls that its work does not hide; half of the time is no such model's.
+    if 2 * calls_ns < own_ns:
+        return None
+    # At most all goes but what larger batches would take too: operators that usually take long, pauses, waits.
+    of_kind: dict[tuple[str, int], list[int]] = defaultdict(list)
+    for event in operators:
+        of_kind[event.operator, int(event.trace.events.operands[event.event])].append(event.ns)
+    large_ns = sum(len(calls) * kind_ns for calls in of_kind.values() if (kind_ns := round(median(calls))) > _TINY_NS)
+    pauses_ns = sum(gap.own_ns for step in pauses_of(evidence) for gap in step.gaps if gap.is_long)
+    others_ns = sum(evidence.ns(key) for key in ("aside", "communication", "idle.data", "idle.sync"))
+    ns = max(0, own_ns - large_ns - pauses_ns - others_ns)
+    usual_ns = median(event.ns for event in operators)
+    return Observation(
+        ns,
+        f"{len(operators) / evidence.num_steps:,.0f} operators a step take {usual_ns / 1e3:,.1f} us each (median), and "
+        f"Python between them {evidence.share(short_ns)} of the time: calls, not work, take {evidence.share(ns)}.",
+        "a step has little work for its number of operators: few tokens, or a small model.",
+        "larger batches, and torch.compile, which makes one operator of many.",
+        setting="larger packs (data.tokens_per_pack) and speed.compile: true",
+    )
+
+
+def _loops(evidence: StepEvidence) -> tuple[Observation | None, ...]:
+    return (
+        optimizer.optimizer_loop(evidence),
+        loops.parameter_loop(evidence),
+        loops.read_backs(evidence),
+        loops.product_loop(evidence),
+        patterns.anomaly_mode(evidence),
+    )
+
+
+def contended(evidence: StepEvidence) -> Observation | None:
+    """Time in which the loop's thread waited for a core that other threads had."""
+    ns = evidence.core_wait_ns
+    if not ns:
+        return None
+    if not evidence.is_cpu:  # whose device works on meanwhile, as long as it has been launched ahead
+        ns = min(ns, evidence.ns("idle.launch"))
+    return Observation(
+        ns,
+        f"the loop's thread waited for a core {format_share(ns / evidence.full_ns)} of the time, as the system counts "
+        "it.",
+        "more threads and processes compute than there are cores: data workers, other ranks, other jobs.",
+        "fewer threads (OMP_NUM_THREADS) and workers, cores of its own for each rank, or a machine of its own.",
+    )
+
+
+def host_bound(evidence: RunEvidence) -> Observation | None:
+    """A host that is never ahead of its device, which then waits for each launch."""
+    led = [step for step in evidence.steps if step.lead_ns is not None and step.phases_ns]
+    if not led or len(led) < len(evidence.steps) / 10:
+        return None
+    led_ns = sum(step.duration_ns for step in led)
+    lead = sum(step.lead_ns or 0 for step in led) / led_ns
+    if lead > 0.05:
+        return None
+    launching_ns = sum(step.phases_ns.get(phase, 0) for step in led for phase in ("forward", "backward", "optimizer"))
+    share = launching_ns / led_ns
+    ns = share * evidence.duration_ns - (evidence.useful_ns or 0.0)
+    return Observation(
+        ns,
+        f"the host was at most {format_share(lead)} of a step ahead of the device, and took {format_share(share)} of "
+        "the time for forward, backward and update: the device waits for its launches.",
+        "the steps are many small operators, which Python takes longer to launch than they take to run, or the host "
+        "waits for the device again and again.",
+        "larger batches or packs, torch.compile or CUDA graphs: fewer and larger launches; a profile tells which.",
+    )
+
+
+RULES = (
+    # A loader that keeps up is not waited for at all; 5 % is more than a batch that is late now and then.
+    *(
+        Rule(name, RuleObserver(partial(data_wait, part=part), 0.05, TimeOf.DATA, lines=("idle.data",)))
+        for name, part in (
+            ("data-storage", "read"),
+            ("data-decoding", "decode"),
+            ("data-tokenising", "tokenise"),
+            ("data-bound", _UNKNOWN),
+        )
+    ),
+    # One read-back of a number per step costs a device some 1 %; a loop of them more.
+    Rule("synchronisation", RuleObserver(synchronisation, 0.03, lines=("idle.sync",))),
+    Rule("blocking-copy", RuleObserver(blocking_copies, 0.03, lines=("copies", "idle.sync"))),
+    # A device that is launched ahead never waits; 10 % leaves the step's begin and end, and what a profiler adds.
+    Rule("launch-bound", RuleObserver(launch_bound, 0.10, lines=("idle.launch",))),
+    # A host that is never a twentieth of a step ahead launches each kernel when the device is already waiting.
+    Rule("host-bound", in_records=RuleObserver(host_bound, 0.10, place=FindingPlace.VAGUE)),
+    # A core is taken away for some per cent of the time wherever the system itself has work.
+    Rule("shared-cores", RuleObserver(contended, 0.15, TimeOf.MACHINE)),
+)

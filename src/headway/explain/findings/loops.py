@@ -1,14 +1,16 @@
-"""Rules about loops in Python: over small products, over parameters in the optimizer or beside it, over numbers."""
+"""Rules about loops in Python: over small products, over parameters beside the optimizer, over numbers."""
 
 import re
 from collections import Counter
 from collections.abc import Iterable
+from functools import partial
 from itertools import pairwise
 
 from headway.explain.attribution import Chore, Phase
 from headway.explain.events import NONE
-from headway.explain.findings.evidence import EventTime, Observation, StepEvidence, as_number
-from headway.explain.findings.gaps import Pause, StepPauses, activity, pauses_of, stacks_of
+from headway.explain.findings.evidence import EventTime, StepEvidence, as_number
+from headway.explain.findings.gaps import Pause, StepPauses, activity, pauses_of, recorded_pause, stacks_of
+from headway.explain.findings.rule import Observation, Rule, RuleObserver
 from headway.explain.measurement import MATMUL
 
 # A launch takes the host some 5 us, and an operator of PyTorch on a CPU as long, so a product that takes less at peak
@@ -16,18 +18,11 @@ from headway.explain.measurement import MATMUL
 _LAUNCH_S = 5e-6
 _PAUSE_NS = 5_000_000  # of a gap before an operator; what is longer has a cause of its own
 _MANY_PRODUCTS = 16  # small products of one module in a step, from which they are a loop
-_AT_ONCE = ("aten::_fused_", "aten::_foreach_")
-# Of these, what updates weights: gradients are clipped at once (_foreach_norm, _foreach_mul_) beside a loop too.
-_UPDATES = re.compile(r"aten::(_fused_|_foreach_(add|sub|lerp))")
+AT_ONCE = ("aten::_fused_", "aten::_foreach_")
 # A fused update is a few kernels for each group of parameters, with clipping some tens; a loop is about ten for each of
 # hundreds of tensors.
-_MANY_UPDATES = 100
+MANY_UPDATES = 100
 _SEEN_NS = 200_000  # of a gap in which a look at the stack may have fallen
-# Of a loop's time that a fused update takes. AdamW's operators read and write a tensor 20 times (mul_ 2, lerp_ 3,
-# mul_ 2, addcmul_ 3, sqrt 2, div 2, add_ 2, addcdiv_ 4), fused 7 times (weight, gradient, two averages). Of small
-# tensors it is the calls that count: 9 for each in place of 31, as a profile shows.
-# Source: torch/optim/adam.py, _single_tensor_adam and _fused_adam (PyTorch 2.13).
-FUSED_PART = 7 / 20
 _MANY_SIZES = 4  # parameters of a model have several
 _READ_BACK = "aten::item"
 READ_LATE_HINT = "keep numbers on the device until they are logged, and log every N steps."
@@ -49,7 +44,7 @@ def small_gemms(evidence: StepEvidence) -> Observation | None:
     names = Counter(event.operator for event in products if event.product is not None)
     if not names:
         return None
-    ns = _total_ns(products)
+    ns = total_ns(products)
     ((name, number),) = names.most_common(1)
     modules = Counter(event.module for event in products if event.module)
     where = f", most of them in {modules.most_common(1)[0][0]}" if modules else ""
@@ -99,41 +94,6 @@ def _is_small(event: EventTime) -> bool:
     return event.duration_ns / 1e9 < _LAUNCH_S
 
 
-def optimizer_loop(evidence: StepEvidence) -> Observation | None:
-    """An optimizer that updates one tensor after the other."""
-    events = loop_over_parameters(evidence)
-    if not events:
-        return None
-    ns = _total_ns(events)
-    return Observation(
-        ns * (1 - FUSED_PART),
-        f"the optimizer ran {len(events) / evidence.num_steps:,.0f} operators a step, one tensor after the other, for "
-        f"{evidence.share(ns)} of the time; fused it takes about {FUSED_PART:.0%} of that.",
-        "the optimizer is not fused: each tensor's update is a dozen operators of its own.",
-        "AdamW(fused=True), or foreach=True.",
-        setting="optim.name: adamw, which is fused",
-    )
-
-
-def loop_over_parameters(evidence: StepEvidence) -> list[EventTime]:
-    """Events of an optimizer that updates one tensor after the other; none of one that takes all at once."""
-    # Clipping and averages, which take lists of tensors, say nothing of the update.
-    events = [
-        event
-        for event in evidence.spent
-        if event.phase is Phase.OPTIMIZER and event.trace.attribution.chore[event.event] is not Chore.LISTS
-    ]
-    if any(_UPDATES.match(event.operator) for event in events):
-        return []
-    # On a device a kernel that no operator of PyTorch launched is a whole update, as those of bitsandbytes are.
-    one_by_one = [
-        event
-        for event in events
-        if not event.operator.startswith(_AT_ONCE) and (evidence.is_cpu or event.operator.startswith("aten::"))
-    ]
-    return one_by_one if len(one_by_one) > _MANY_UPDATES * evidence.num_steps else []
-
-
 def parameter_loop(evidence: StepEvidence) -> Observation | None:
     """Operators of the loop itself, one tensor after the other, which read no numbers."""
     events = _parameter_loop(evidence)
@@ -155,7 +115,7 @@ def parameter_loop(evidence: StepEvidence) -> Observation | None:
 def _parameter_loop(evidence: StepEvidence) -> list[EventTime]:
     """Events of a loop over tensors of several sizes; none where the loop calls few operators, or on one size."""
     events = _beside_the_model(evidence)
-    if len(events) <= _MANY_UPDATES * evidence.num_steps:
+    if len(events) <= MANY_UPDATES * evidence.num_steps:
         return []
     operands = (event.trace.operands_of(event.event) for event in events)
     sizes = {operand.sizes for operand in operands if operand is not None}
@@ -215,11 +175,11 @@ def _beside_the_model(evidence: StepEvidence) -> list[EventTime]:
         and event.line != "communication"
         and event.trace.attribution.passes[event.event] == NONE
         and event.trace.attribution.chore[event.event] is Chore.NONE
-        and not event.operator.startswith(_AT_ONCE)
+        and not event.operator.startswith(AT_ONCE)
     ]
 
 
-def _total_ns(events: Iterable[EventTime]) -> int:
+def total_ns(events: Iterable[EventTime]) -> int:
     """Time of events, and of the short gaps before them [ns]."""
     return sum(event.ns + min(event.late_ns, _PAUSE_NS) for event in events)
 
@@ -253,7 +213,7 @@ def read_backs(evidence: StepEvidence) -> Observation | None:
         if feeding and id(event) not in positions:
             makers.append(event)
             feeding -= 1
-    ns = (_loop_ns(evidence, own) if own else 0) + _total_ns(makers)
+    ns = (_loop_ns(evidence, own) if own else 0) + total_ns(makers)
     return Observation(
         ns,
         f"{len(reads) / evidence.num_steps:,.0f} numbers a step are read out of tensors, which with what makes them "
@@ -262,3 +222,21 @@ def read_backs(evidence: StepEvidence) -> Observation | None:
         f"{READ_LATE_HINT} Norms of all tensors at once: torch.nn.utils.get_total_norm, torch._foreach_norm.",
         setting=READ_LATE_SETTING,
     )
+
+
+RULES = (
+    # A few small products, of norms' gains and routers, are in every model.
+    Rule("small-gemms", RuleObserver(small_gemms, 0.10, lines=("slow", "memory", "idle.launch"))),
+    # A CPU waits for nothing, so what counts is their number; a thousandth leaves out what cannot be measured.
+    Rule(
+        "read-back",
+        RuleObserver(read_backs, 0.001, lines=("memory", "idle.launch")),
+        RuleObserver(partial(recorded_pause, purpose="read-back"), 0.10),
+    ),
+    # As much as an optimizer that goes over tensors one by one.
+    Rule(
+        "parameter-loop",
+        RuleObserver(parameter_loop, 0.05, lines=("memory", "idle.launch")),
+        RuleObserver(partial(recorded_pause, purpose="parameter-loop"), 0.10),
+    ),
+)

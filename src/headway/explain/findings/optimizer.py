@@ -1,13 +1,16 @@
-"""Rule about an optimizer that takes all tensors at once, and goes over weights, gradients and moments many times."""
+"""Rules about the optimizer: one tensor after the other, or all at once in many passes over weights and moments."""
 
 import re
 from collections import Counter
+from collections.abc import Mapping
 from typing import NamedTuple
 
+from headway.explain.attribution import Chore, Phase
 from headway.explain.events import NONE, Operands
-from headway.explain.findings.evidence import EventTime, Observation, StepEvidence
-from headway.explain.findings.loops import loop_over_parameters
-from headway.report import format_traffic
+from headway.explain.findings.evidence import EventTime, RunEvidence, StepEvidence
+from headway.explain.findings.loops import AT_ONCE, MANY_UPDATES, total_ns
+from headway.explain.findings.rule import Observation, Rule, RuleObserver
+from headway.report import format_share, format_traffic
 
 _MOST_OF_IT = 0.6  # of what the optimizer moves: from this part on one pass is no great gain
 _KNOWN = 0.8  # of the optimizer's time, of whose operators the bytes must be known
@@ -22,6 +25,13 @@ _SIZES = {"double": 8, "float": 4, "c10::BFloat16": 2, "c10::Half": 2}  # [byte]
 # Tensors that one pass reads and writes: weights and moments both, gradients once; with two moments as Adam's, whose
 # last operator divides by a root, and with one.
 _ADAM_PASS, _MOMENTUM_PASS = 7, 5
+# Of these, what updates weights: gradients are clipped at once (_foreach_norm, _foreach_mul_) beside a loop too.
+_UPDATES = re.compile(r"aten::(_fused_|_foreach_(add|sub|lerp))")
+# Of a loop's time that a fused update takes. AdamW's operators read and write a tensor 20 times (mul_ 2, lerp_ 3,
+# mul_ 2, addcmul_ 3, sqrt 2, div 2, add_ 2, addcdiv_ 4), fused 7 times (weight, gradient, two averages). Of small
+# tensors it is the calls that count: 9 for each in place of 31, as a profile shows.
+# Source: torch/optim/adam.py, _single_tensor_adam and _fused_adam (PyTorch 2.13).
+FUSED_PART = 7 / 20
 _DIVIDES = "aten::_foreach_addcdiv_"
 
 
@@ -163,3 +173,66 @@ def _passes(events: list[EventTime]) -> _Traffic | None:
     return _Traffic(
         moved, norm + (_ADAM_PASS if _DIVIDES in large else _MOMENTUM_PASS), spent.total(), is_in_bytes=False
     )
+
+
+def optimizer_loop(evidence: StepEvidence) -> Observation | None:
+    """An optimizer that updates one tensor after the other."""
+    events = loop_over_parameters(evidence)
+    if not events:
+        return None
+    ns = total_ns(events)
+    return Observation(
+        ns * (1 - FUSED_PART),
+        f"the optimizer ran {len(events) / evidence.num_steps:,.0f} operators a step, one tensor after the other, for "
+        f"{evidence.share(ns)} of the time; fused it takes about {FUSED_PART:.0%} of that.",
+        "the optimizer is not fused: each tensor's update is a dozen operators of its own.",
+        "AdamW(fused=True), or foreach=True.",
+        setting="optim.name: adamw, which is fused",
+    )
+
+
+def recorded_optimizer_loop(evidence: RunEvidence) -> Observation | None:
+    """An optimizer that updates one tensor after the other."""
+    updates = [step.facts.get("optimizer") for step in evidence.steps]
+    loops = [update for update in updates if isinstance(update, Mapping) and update.get("mode") == "loop"]
+    if not loops or len(loops) < len(updates):
+        return None
+    ns = sum(step.phases_ns.get("optimizer", 0) for step in evidence.steps)
+    return Observation(
+        ns * (1 - FUSED_PART),
+        f"the optimizer took {format_share(ns / evidence.duration_ns)} of the time: {loops[-1].get('name')} updates "
+        f"{loops[-1].get('num_tensors')} tensors one after the other; fused it takes about {FUSED_PART:.0%} of that.",
+        "it is neither fused nor in lists (foreach), so that Python launches some ten operators for each tensor.",
+        "fused=True, or foreach=True where there is no fused kernel.",
+    )
+
+
+def loop_over_parameters(evidence: StepEvidence) -> list[EventTime]:
+    """Events of an optimizer that updates one tensor after the other; none of one that takes all at once."""
+    # Clipping and averages, which take lists of tensors, say nothing of the update.
+    events = [
+        event
+        for event in evidence.spent
+        if event.phase is Phase.OPTIMIZER and event.trace.attribution.chore[event.event] is not Chore.LISTS
+    ]
+    if any(_UPDATES.match(event.operator) for event in events):
+        return []
+    # On a device a kernel that no operator of PyTorch launched is a whole update, as those of bitsandbytes are.
+    one_by_one = [
+        event
+        for event in events
+        if not event.operator.startswith(AT_ONCE) and (evidence.is_cpu or event.operator.startswith("aten::"))
+    ]
+    return one_by_one if len(one_by_one) > MANY_UPDATES * evidence.num_steps else []
+
+
+RULES = (
+    # A fused AdamW moves 28 bytes a parameter: some 1 to 5 % of a step; a loop adds its launches to that.
+    Rule(
+        "optimizer-loop",
+        RuleObserver(optimizer_loop, 0.05, lines=("optimizer", "idle.launch")),
+        RuleObserver(recorded_optimizer_loop, 0.10),
+    ),
+    # An update of one pass takes 1 to 5 % itself; what one saves below that is no reason for another optimizer.
+    Rule("unfused-optimizer", RuleObserver(unfused_optimizer, 0.03, lines=("optimizer",))),
+)

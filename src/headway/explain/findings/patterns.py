@@ -7,8 +7,10 @@ from statistics import median
 from headway.explain.attribution import Phase
 from headway.explain.breakdown import kind_of_module
 from headway.explain.events import NONE
-from headway.explain.findings.evidence import EventTime, Observation, StepEvidence
+from headway.explain.findings.evidence import EventTime, RunEvidence, StepEvidence
+from headway.explain.findings.rule import FindingPlace, Observation, Rule, RuleObserver
 from headway.explain.measurement import MATMUL
+from headway.report import format_share
 
 _BATCHED = re.compile(r"aten::(bmm|baddbmm|matmul|einsum)$")
 _SOFTMAX = re.compile(r"aten::(_safe)?_?softmax$")
@@ -230,3 +232,53 @@ def num_passes(evidence: StepEvidence) -> list[int]:
         len({event.trace.attribution.passes[event.event] for event in events} - {NONE})
         for events in evidence.spent_by_step
     ]
+
+
+def recorded_double_precision(evidence: RunEvidence) -> Observation | None:
+    """Weights of 64 bits, whose products take at least twice as long."""
+    if any(step.facts.get("weights_dtype") != "float64" for step in evidence.steps):
+        return None
+    ns = sum(step.phases_ns.get(phase, 0) for step in evidence.steps for phase in ("forward", "backward"))
+    return Observation(
+        ns // 2,
+        "the model's weights have 64 bits, and its forward and backward took "
+        f"{format_share(ns / evidence.duration_ns)} of the time.",
+        "weights were made from NumPy's numbers, or torch.set_default_dtype(torch.float64) is set.",
+        "weights of 32 bits (`.float()`), and bfloat16 where the device has it.",
+    )
+
+
+def recorded_anomaly_mode(evidence: RunEvidence) -> Observation | None:
+    """Anomaly mode, which slows forward and backward by an amount that records do not tell."""
+    if not all(step.facts.get("anomaly_mode") for step in evidence.steps):
+        return None
+    return Observation(
+        0,
+        "torch.autograd.set_detect_anomaly is on: forward notes a stack for each operator, and backward looks at every "
+        "gradient.",
+        "it was switched on to look for a number that is not finite, and left on.",
+        "torch.autograd.set_detect_anomaly(False).",
+    )
+
+
+_KERNELS = ("memory", "slow", "matmul", "optimizer")
+RULES = (
+    # Nobody leaves it on for its use, so what can be measured is worth a word.
+    Rule(
+        "anomaly-mode",
+        RuleObserver(anomaly_mode, 0.01, lines=_KERNELS),
+        RuleObserver(recorded_anomaly_mode, 0.0, place=FindingPlace.LIMIT),
+    ),
+    # Sums in 64 bits, as of a norm, take some thousandths.
+    Rule(
+        "double-precision",
+        RuleObserver(double_precision, 0.05, lines=_KERNELS),
+        RuleObserver(recorded_double_precision, 0.0),
+    ),
+    # Of short sequences the matrix of all pairs is small, and a fused kernel saves little.
+    Rule("eager-attention", RuleObserver(eager_attention, 0.10, lines=_KERNELS)),
+    # A head is a fifth to a quarter of a model of half a billion parameters.
+    Rule("large-head", RuleObserver(large_head, 0.40, lines=_KERNELS)),
+    # Of an eager step of a large model memory-bound kernels take a fifth, a part of it at full bandwidth.
+    Rule("memory-bound", RuleObserver(memory_bound, 0.20, lines=("memory",))),
+)

@@ -1,43 +1,62 @@
-"""Rules about gaps in which the host was late: each names a cause only where the trace shows it.
+"""Rules about pauses of the host: each names a cause only where a trace or records show it.
 
 A few long gaps are pauses: an allocation, the first use of a kernel, a graph that is replayed late, garbage that is
-collected, or whatever the host's stack tells. Many short ones are launches that take longer than their kernels.
+collected, something else than training, or whatever the host's stack tells.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
-from statistics import median
+from functools import partial
 
 from headway.explain.attribution import Phase
-from headway.explain.findings import loops, patterns
-from headway.explain.findings.evidence import Observation, StepEvidence, as_number
+from headway.explain.findings import loops
+from headway.explain.findings.evidence import RunEvidence, StepEvidence
 from headway.explain.findings.gaps import (
-    ALLOCATES,
     ANNOTATION,
     ENGINE,
     Pause,
     StepPauses,
     activity,
+    collected_ns,
+    is_allocation,
     pauses_of,
+    recorded_pause,
     stacks_of,
 )
-from headway.report import format_ms, format_share
+from headway.explain.findings.rule import Observation, Rule, RuleObserver, TimeOf
+from headway.report import format_duration, format_ms, format_share
 
-_MANY = 16  # short gaps a step, from which they are the launches' and not the step's begin and end
-_TINY_NS = 30_000  # what an operator on a CPU takes of which larger batches take no more
-_CALL_NS = 5_000  # of a call on a CPU that does nothing: PyTorch's dispatch, autograd's node, memory for the result
-_LOOP_SHARE = 0.05  # of the steps, from which a loop over tensors is what is to be told
+_CHORES = {  # what took time, why, what to do in any loop, and in `headway train`
+    Phase.COMPILE: ("compiling (torch.compile) took",
+                    "something that the compiled code was specialised to changes from step to step, such as a length.",
+                    "mark what changes as dynamic (torch.compile(dynamic=True)), or pad to few sizes; "
+                    "TORCH_LOGS=recompiles names the guard that failed.",
+                    "data.bucket_tokens; speed.recompiles: error names the guard that failed"),
+    Phase.CHECKPOINT: ("checkpoints took",
+                       "the state is saved often, or training waits until it is written.",
+                       "save less often, and write while training goes on (async_save of torch.distributed).",
+                       "a larger checkpoint.every, checkpoint.asynchronous: true"),
+    Phase.LOGGING: ("logging took",
+                    "numbers are read back and written at every step.",
+                    "log less often or to fewer places; keep numbers on the device until then.",
+                    "a larger run.log_every, fewer run.trackers"),
+    Phase.EVALUATION: ("evaluation took",
+                       "the model is judged often, or on many samples.",
+                       "judge less often or on fewer samples.",
+                       "a larger eval.every, a smaller eval.max_samples"),
+}  # fmt: skip
 _NOT_KNOWN_MESSAGE = (
     "not known: code outside of PyTorch, such as logging, a checkpoint, an evaluation, collecting garbage, a callback, "
     "or another process that had its core."
 )
+_OFTEN = 0.10  # of the time, from which a checkpoint is taken too often
 _LOOKED_AT = 40  # longest pauses of a job that are looked at one by one
 
 
 def garbage_collection(evidence: StepEvidence) -> Observation | None:
     """Collections of Python's garbage while nothing else ran."""
     steps = pauses_of(evidence)
-    ns = _collected_ns(steps) if evidence.is_cpu else sum(gap.collected_ns for step in steps for gap in step.gaps)
+    ns = collected_ns(steps) if evidence.is_cpu else sum(gap.collected_ns for step in steps for gap in step.gaps)
     number = sum(len(step.collections) for step in steps)
     if not ns:
         return None
@@ -51,14 +70,16 @@ def garbage_collection(evidence: StepEvidence) -> Observation | None:
     )
 
 
-def _collected_ns(steps: Sequence[StepPauses]) -> int:
-    """Time of all collections within steps, in operators as well as between them, as far as they had a core [ns]."""
-    spans = [
-        (step, max(start, step.step.window.start_ns), min(end, step.step.window.end_ns))
-        for step in steps
-        for start, end in step.collections
-    ]
-    return sum(max(0, end - start - step.preempted_ns(start, end)) for step, start, end in spans)
+def recorded_collections(evidence: RunEvidence) -> Observation | None:
+    """Python's garbage collections, for which all its threads stand still."""
+    ns = sum(step.collection_ns for step in evidence.steps)
+    return Observation(
+        ns,
+        f"Python collected garbage for {format_share(ns / evidence.duration_ns)} of the time.",
+        "gc.collect() is called in the loop, or a large heap of Python's objects is gone through again and again.",
+        "gc.freeze() after the set-up, gc.disable() with a collection every some hundred steps, or fewer and larger "
+        "objects (tensors, arrays) in place of many small ones.",
+    )
 
 
 def _classed(evidence: StepEvidence, kind: str) -> tuple[int, Counter[str], list[tuple[StepPauses, Pause]]]:
@@ -129,6 +150,42 @@ def host_pause(evidence: StepEvidence) -> Observation | None:
     )
 
 
+def chore(evidence: StepEvidence, phase: Phase) -> Observation | None:
+    """Time within the steps in which the loop does something else than training.
+
+    Args:
+        evidence: of the steps.
+        phase: what it does, a key of `_CHORES`.
+    """
+    parts = evidence.parts("aside")
+    paused_ns, place = paused_for(evidence, phase)
+    ns = parts[phase.value] + parts[f"{phase.value}, idle"] + paused_ns
+    message, cause, advice, setting = _CHORES[phase]
+    where = f" Python was in {place}." if place else ""
+    return Observation(ns, f"{message} {evidence.share(ns)} of the time.{where}", cause, advice, setting)
+
+
+def beside(evidence: RunEvidence, what: str) -> Observation | None:
+    """Evaluations, or checkpoints, between the steps.
+
+    Args:
+        evidence: of the run.
+        what: "evaluation" or "checkpoint".
+    """
+    ns = evidence.beside_ns.get(what, 0)
+    advice = {
+        "evaluation": "a larger eval.every, or fewer samples (eval.max_samples).",
+        "checkpoint": "a larger checkpoint.every, and checkpoint.asynchronous: true, which writes while training goes "
+        "on.",
+    }[what]
+    return Observation(
+        ns,
+        f"{what}s took {format_duration(ns / 1e9)}, the steps {format_duration(evidence.duration_ns / 1e9)}.",
+        f"the run stops for its {what}s too often, each takes too long, or the run is short.",
+        advice,
+    )
+
+
 def paused_for(evidence: StepEvidence, phase: Phase) -> tuple[int, str]:
     """Add up the long gaps in which stacks show a chore that the meter was not told of.
 
@@ -170,11 +227,6 @@ def allocation(evidence: StepEvidence) -> Observation | None:
     )
 
 
-def is_allocation(call: str) -> bool:
-    """Tell whether a wait, as the waterfall names it, is one for memory: "aten::empty (cudaMalloc)"."""
-    return ALLOCATES.search(call) is not None
-
-
 def first_use(evidence: StepEvidence) -> Observation | None:
     """Libraries and kernels that are loaded or tried out when they are first needed."""
     ns, places, members = _classed(evidence, "first-use")
@@ -206,89 +258,50 @@ def graph_late(evidence: StepEvidence) -> Observation | None:
     )
 
 
-def launch_bound(evidence: StepEvidence) -> Observation | None:
-    """Many short gaps between operators, which the host takes longer to call than they take to run."""
-    other_findings = {
-        (id(event.trace), event.event)
-        for event in [*loops.loop_over_parameters(evidence), *loops.small_products(evidence)]
-    }
-    late_ns = {(id(event.trace), event.event): event.late_ns for event in evidence.spent}
-    short_ns = number = 0
-    for step in pauses_of(evidence):
-        short = [gap for gap in step.gaps if not gap.is_long and (id(step.measured), gap.event) not in other_findings]
-        short_ns += sum(min(gap.own_ns, late_ns.get((id(step.measured), gap.event), gap.own_ns)) for gap in short)
-        number += len(short)
-    if number < _MANY * evidence.num_steps:
-        return None
-    if evidence.is_cpu:
-        return _call_bound(evidence, short_ns)
-    # What the profiler adds to a step lies between its operators.
-    overheads_s = [as_number(evidence.fact("profiler_overhead_s", step.rank)) for step in evidence.steps]
-    profiler_ns = sum(max(0, round(overhead_s * 1e9)) for overhead_s in overheads_s if overhead_s is not None)
-    ns = max(0, short_ns - profiler_ns)
-    return Observation(
-        ns,
-        f"nothing ran for {evidence.share(ns)} of the time in {number / evidence.num_steps:,.0f} gaps a step of "
-        f"{short_ns / number / 1e3:,.0f} us on average, since the next kernel had not been launched yet.",
-        "each step is many small operators, which Python takes longer to launch than they take to run.",
-        "larger batches and torch.compile (or CUDA graphs): fewer and larger launches.",
-        setting="larger packs (data.tokens_per_pack) and speed.compile: true",
-    )
+def recorded_checkpoints(evidence: RunEvidence) -> Observation | None:
+    """Checkpoints within the steps of a run, where these are worth a word, else those between them."""
+    steady = evidence.steady
+    within = recorded_pause(steady, "checkpoint")
+    if within is not None and within.ns >= _OFTEN * steady.duration_ns:
+        return within._replace(time=TimeOf.STEPS)
+    return beside(evidence, "checkpoint")
 
 
-def _call_bound(evidence: StepEvidence, short_ns: int) -> Observation | None:
-    """The same on a CPU, whose operators run within their calls: of the short ones most is the call."""
-    # Loops over tensors are many small operators too, and have findings of their own.
-    if any(loop is not None and loop.ns >= _LOOP_SHARE * evidence.duration_ns for loop in _loops(evidence)):
-        return None
-    operators = [event for event in evidence.spent if event.ns and event.line not in ("aside", "communication")]
-    # A call takes its time whatever it computes; what an operator takes beyond that is work. Collections of garbage
-    # interrupt operators and gaps alike, and are no part of a call.
-    own_ns = evidence.duration_ns - _collected_ns(pauses_of(evidence))
-    calls_ns = short_ns + sum(min(event.ns, _CALL_NS) for event in operators)
-    # Every step of a small model has some calls that its work does not hide; half of the time is no such model's.
-    if 2 * calls_ns < own_ns:
-        return None
-    # At most all goes but what larger batches would take too: operators that usually take long, pauses, waits.
-    of_kind: dict[tuple[str, int], list[int]] = defaultdict(list)
-    for event in operators:
-        of_kind[event.operator, int(event.trace.events.operands[event.event])].append(event.ns)
-    large_ns = sum(len(calls) * kind_ns for calls in of_kind.values() if (kind_ns := round(median(calls))) > _TINY_NS)
-    pauses_ns = sum(gap.own_ns for step in pauses_of(evidence) for gap in step.gaps if gap.is_long)
-    others_ns = sum(evidence.ns(key) for key in ("aside", "communication", "idle.data", "idle.sync"))
-    ns = max(0, own_ns - large_ns - pauses_ns - others_ns)
-    usual_ns = median(event.ns for event in operators)
-    return Observation(
-        ns,
-        f"{len(operators) / evidence.num_steps:,.0f} operators a step take {usual_ns / 1e3:,.1f} us each (median), and "
-        f"Python between them {evidence.share(short_ns)} of the time: calls, not work, take {evidence.share(ns)}.",
-        "a step has little work for its number of operators: few tokens, or a small model.",
-        "larger batches, and torch.compile, which makes one operator of many.",
-        setting="larger packs (data.tokens_per_pack) and speed.compile: true",
-    )
-
-
-def _loops(evidence: StepEvidence) -> tuple[Observation | None, ...]:
-    return (
-        loops.optimizer_loop(evidence),
-        loops.parameter_loop(evidence),
-        loops.read_backs(evidence),
-        loops.product_loop(evidence),
-        patterns.anomaly_mode(evidence),
-    )
-
-
-def contended(evidence: StepEvidence) -> Observation | None:
-    """Time in which the loop's thread waited for a core that other threads had."""
-    ns = evidence.core_wait_ns
-    if not ns:
-        return None
-    if not evidence.is_cpu:  # whose device works on meanwhile, as long as it has been launched ahead
-        ns = min(ns, evidence.ns("idle.launch"))
-    return Observation(
-        ns,
-        f"the loop's thread waited for a core {format_share(ns / evidence.full_ns)} of the time, as the system counts "
-        "it.",
-        "more threads and processes compute than there are cores: data workers, other ranks, other jobs.",
-        "fewer threads (OMP_NUM_THREADS) and workers, cores of its own for each rank, or a machine of its own.",
-    )
+_LATE, _CHORE = ("idle.launch",), ("aside", "idle.launch")  # announced to the meter, or seen in stacks
+RULES = (
+    # A pause is one gap that is a fiftieth of the step; 5 % is more than one that comes now and then. A loop zeroes
+    # gradients, counts and logs a line between the phases; a tenth of the time is more than that.
+    Rule(
+        "host-pause",
+        RuleObserver(host_pause, 0.05, lines=_LATE),
+        RuleObserver(partial(recorded_pause, purpose=""), 0.10),
+    ),
+    # Collections of young objects take some thousandths of the time in every program.
+    Rule(
+        "garbage-collection",
+        RuleObserver(garbage_collection, 0.05, lines=_LATE),
+        RuleObserver(recorded_collections, 0.05),
+    ),
+    # They belong to the first steps; what a profile of later ones has of them is worth a word.
+    Rule("allocation", RuleObserver(allocation, 0.03, lines=_LATE)),
+    Rule("first-use", RuleObserver(first_use, 0.05, lines=_LATE)),
+    Rule("graph-late", RuleObserver(graph_late, 0.05, lines=_LATE)),
+    # A line of numbers costs the host a millisecond or two, and several ranks wait for each other to write it.
+    Rule(
+        "logging",
+        RuleObserver(partial(chore, phase=Phase.LOGGING), 0.10, lines=_CHORE),
+        RuleObserver(partial(recorded_pause, purpose="logging"), 0.05),
+    ),
+    # Young's formula puts a checkpoint's cost at a few per cent where devices fail daily; more is too often.
+    Rule(
+        "checkpoint",
+        RuleObserver(partial(chore, phase=Phase.CHECKPOINT), _OFTEN, lines=_CHORE),
+        RuleObserver(recorded_checkpoints, _OFTEN, TimeOf.BESIDE),
+    ),
+    # Judging is useful work, but a fifth of the time is much of it.
+    Rule(
+        "evaluation",
+        RuleObserver(partial(chore, phase=Phase.EVALUATION), 0.20, lines=_CHORE),
+        RuleObserver(partial(beside, what="evaluation"), 0.20, TimeOf.BESIDE),
+    ),
+)

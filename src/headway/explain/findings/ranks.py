@@ -6,8 +6,9 @@ from collections.abc import Collection
 from statistics import median
 
 from headway.explain.attribution import Chore
-from headway.explain.findings.evidence import EventTime, Observation, SteadyEvidence, StepEvidence
+from headway.explain.findings.evidence import EventTime, RunEvidence, StepEvidence
 from headway.explain.findings.patterns import num_passes
+from headway.explain.findings.rule import Observation, Rule, RuleObserver
 from headway.report import format_ms, format_share
 from headway.words import Argument
 
@@ -20,7 +21,7 @@ _GATHERS = re.compile(r"all_?gather", flags=re.IGNORECASE)
 _REDUCES = re.compile(r"all_?reduce|reduce_?scatter", flags=re.IGNORECASE)
 
 
-def uneven_work(evidence: SteadyEvidence) -> Observation | None:
+def uneven_work(evidence: RunEvidence) -> Observation | None:
     """Ranks that wait for the one with the most work, by the FLOPs of each."""
     lost_ns = sum(step.imbalance * step.duration_ns for step in evidence.steps)
     share = format_share(lost_ns / evidence.duration_ns)
@@ -36,7 +37,7 @@ def uneven_work(evidence: SteadyEvidence) -> Observation | None:
     )
 
 
-def slow_device(evidence: SteadyEvidence) -> Observation | None:
+def slow_device(evidence: RunEvidence) -> Observation | None:
     """A rank that computes slower than the others in most steps."""
     slow = [step for step in evidence.steps if step.slowest_speed is not None and step.slowest_speed < 0.9]
     ranks = {step.slowest_rank for step in slow}
@@ -207,3 +208,57 @@ def _communicated(evidence: StepEvidence) -> tuple[int, int]:
             total += event.ns
             gathered += event.ns if _GATHERS.search(f"{event.name} {event.group}") else 0
     return gathered, total
+
+
+def recorded_slow_rank(evidence: RunEvidence) -> Observation | None:
+    """One rank that the others wait for: by when it comes to its backward, else by the rate of its forwards."""
+    lateness = _late_rank(evidence)
+    if lateness is not None and lateness.ns >= 0.05 * evidence.duration_ns:  # equal ranks come a few per cent apart
+        return lateness
+    return slow_device(evidence)
+
+
+def _late_rank(evidence: RunEvidence) -> Observation | None:
+    """One rank that comes later to its backward than all others, which wait for its gradients."""
+    compared = [step for step in evidence.steps if step.late_rank is not None]
+    if not compared:
+        return None
+    rank, times = Counter(step.late_rank for step in compared).most_common(1)[0]
+    if times < 0.8 * len(compared):  # otherwise it is now this one and now that one
+        return None
+    slow = [step for step in compared if step.late_rank == rank]
+    ns = sum(step.late_ns for step in slow)
+    phase = Counter({step.late_phase: 0 for step in slow})
+    for step in slow:
+        phase[step.late_phase] += step.late_ns
+    dearest = phase.most_common(1)[0][0]
+    reasons = {
+        "data": ("it waits longer for its data.", "its loader's workers and its storage."),
+        "forward": ("its device or its cores are slower, or its batches larger.", "clocks and other processes there, "
+                    "and the tokens of each rank (rank_flops)."),
+    }  # fmt: skip
+    other = ("its host does something before the forward that the others do not.", "what the loop does on that rank.")
+    cause, advice = reasons.get(dearest, other)
+    return Observation(
+        ns,
+        f"rank {rank} came to its backward {ns / len(slow) / 1e6:,.1f} ms later than any other in {times} of "
+        f"{len(compared)} steps, most of it in the phase '{dearest}'; the others wait for it.",
+        cause,
+        advice,
+    )
+
+
+RULES = (
+    # Packs that are dealt out well lose 1 to 2 %, and equal ranks still come a few per cent apart.
+    Rule("heavy-pack", RuleObserver(heavy_pack, 0.05, lines=("communication",)), RuleObserver(uneven_work, 0.05)),
+    Rule(
+        "slow-rank",
+        RuleObserver(slow_rank, 0.05, lines=("communication", "idle.data")),
+        RuleObserver(recorded_slow_rank, 0.0),
+    ),
+    # An exchange per pass is a habit that costs more with every pass.
+    Rule("reduces-each-pass", RuleObserver(reduces_each_pass, 0.03, lines=("communication",))),
+    # What is exchanged last and first in a step cannot hide.
+    Rule("exposed-gathers", RuleObserver(exposed_gathers, 0.05, lines=("communication",))),
+    Rule("exposed-communication", RuleObserver(exposed_communication, 0.10, lines=("communication",))),
+)

@@ -4,7 +4,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from headway.explain.findings.evidence import Observation, RunStep, SteadyEvidence
+from headway.explain.findings.evidence import RunEvidence, RunStep
+from headway.explain.findings.rule import Observation, Rule, RuleObserver
 from headway.explain.phases import ASIDE, PhaseLine
 from headway.meter.step_phases import REST
 from headway.report import format_share
@@ -79,7 +80,7 @@ class _PhaseTotal:
         return min(self.decode_ns, max(computing_ns, self.moved_ns * cache))
 
 
-def phase_totals(evidence: SteadyEvidence) -> dict[str, _PhaseTotal]:
+def phase_totals(evidence: RunEvidence) -> dict[str, _PhaseTotal]:
     """Add up the named phases of all steps, by name; none of a loop that names none."""
     totals: dict[str, _PhaseTotal] = {}
     for line in (line for step in evidence.steps for line in step.loop_phases if line.name != ASIDE):
@@ -93,7 +94,7 @@ def phase_totals(evidence: SteadyEvidence) -> dict[str, _PhaseTotal]:
 
 
 def _summed(
-    evidence: SteadyEvidence, lost_ns: Callable[[_PhaseTotal], float]
+    evidence: RunEvidence, lost_ns: Callable[[_PhaseTotal], float]
 ) -> tuple[float, list[tuple[float, _PhaseTotal]]]:
     """Add up a loss over the phases that generate, with these phases, the dearest first."""
     losses = [(lost_ns(total), total) for total in phase_totals(evidence).values() if total["prefills"]]
@@ -101,7 +102,7 @@ def _summed(
     return sum(ns for ns, _ in lossy), lossy
 
 
-def longest_answer(evidence: SteadyEvidence) -> Observation | None:
+def longest_answer(evidence: RunEvidence) -> Observation | None:
     """Rows of decode whose answer has ended, and which go on until the longest of their batch has."""
     ns, phases = _summed(evidence, lambda total: total.decode_ns * _idle_share(total) * _waited(total))
     if not phases:
@@ -128,7 +129,7 @@ def _waited(total: _PhaseTotal) -> float:
     return min(1.0, total.ns / total.busy_ns) if total.busy_ns > 0 else 0.0
 
 
-def small_batches(evidence: SteadyEvidence) -> Observation | None:
+def small_batches(evidence: RunEvidence) -> Observation | None:
     """Answers of one step that are decoded in several batches, each of which reads all weights for few rows."""
     memory = max((step.memory_share or 0.0 for step in evidence.steps), default=0.0)
     if memory > _FULL:
@@ -162,7 +163,7 @@ def _saved_by_one_batch(total: _PhaseTotal, num_steps: int) -> float:
     return (total.decode_ns - total.rows_ns) * (1 - 1 / batches)
 
 
-def repeated_prefill(evidence: SteadyEvidence) -> Observation | None:
+def repeated_prefill(evidence: RunEvidence) -> Observation | None:
     """Prompts that are read once for each of their answers."""
 
     def lost_ns(total: _PhaseTotal) -> float:
@@ -184,7 +185,7 @@ def repeated_prefill(evidence: SteadyEvidence) -> Observation | None:
     )
 
 
-def repeated_scoring(evidence: SteadyEvidence) -> Observation | None:
+def repeated_scoring(evidence: RunEvidence) -> Observation | None:
     """A frozen model that scores the same sequences again, as in each of several updates on one rollout."""
     totals = phase_totals(evidence)
     sequences = sum(total["sequence_tokens"] for total in totals.values())
@@ -206,7 +207,7 @@ def repeated_scoring(evidence: SteadyEvidence) -> Observation | None:
     )
 
 
-def host_phase(evidence: SteadyEvidence) -> Observation | None:
+def host_phase(evidence: RunEvidence) -> Observation | None:
     """A phase, or what no phase claims, in which the host works and no FLOPs are counted."""
     # A phase on other devices waits for these, and one whose FLOPs nobody knows may compute.
     hosts = [
@@ -237,7 +238,7 @@ def host_phase(evidence: SteadyEvidence) -> Observation | None:
     )
 
 
-def rest_without_work(evidence: SteadyEvidence) -> int:
+def rest_without_work(evidence: RunEvidence) -> int:
     """Time that no phase claims, but for waiting for data, where nothing is counted in it [ns]; 0 where work is."""
     lines = [(line, step) for step in evidence.steps for line in step.loop_phases if line.name == REST]
     if any(line.flops != 0 for line, _ in lines):
@@ -250,7 +251,7 @@ def workless_ns(step: RunStep) -> int:
     return sum(line.ns for line in step.loop_phases if line.name not in (REST, ASIDE) and line.flops == 0)
 
 
-def no_overlap(evidence: SteadyEvidence) -> Observation | None:
+def no_overlap(evidence: RunEvidence) -> Observation | None:
     """Devices of a rollout and those of the loop that wait for each other."""
     apart = [total for total in phase_totals(evidence).values() if total.num_devices]
     if not apart:
@@ -278,3 +279,14 @@ def no_overlap(evidence: SteadyEvidence) -> Observation | None:
         "the rollout of the next step during this one's update, with weights that are one step old; or both on the "
         "same devices.",
     )
+
+
+# Answers differ in length, rewards take their time and servers are waited for in every loop; a tenth is more.
+RULES = (
+    Rule("longest-answer", in_records=RuleObserver(longest_answer, 0.10)),
+    Rule("small-decode-batches", in_records=RuleObserver(small_batches, 0.10)),
+    Rule("repeated-prefill", in_records=RuleObserver(repeated_prefill, 0.05)),
+    Rule("repeated-scoring", in_records=RuleObserver(repeated_scoring, 0.03)),
+    Rule("host-phase", in_records=RuleObserver(host_phase, 0.10)),
+    Rule("no-overlap", in_records=RuleObserver(no_overlap, 0.10)),
+)

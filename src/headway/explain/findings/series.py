@@ -2,12 +2,16 @@
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from statistics import median, quantiles
 
 import numpy as np
 
-from headway.explain.findings.evidence import Observation, RunEvidence, RunStep, SteadyEvidence
+from headway.explain.attribution import Phase
+from headway.explain.findings.evidence import RunEvidence, RunStep
+from headway.explain.findings.pauses import chore
+from headway.explain.findings.rule import FindingPlace, Observation, Rule, RuleObserver, TimeOf
 from headway.report import format_duration, format_share
 
 FALLING = "falling-rate"
@@ -27,12 +31,12 @@ CHANGED = "changed-speed"
 _MOST_STAGES = 8  # of a run; sources that come and go more often are a mixture
 
 
-def changed(evidence: SteadyEvidence) -> Observation | None:
+def changed(evidence: RunEvidence) -> Observation | None:
     """A speed that falls once, and stays so; one that rises has what was slow behind it (`first_steps`)."""
     return _speed_change(evidence, is_slower=True)
 
 
-def _speed_change(evidence: SteadyEvidence, *, is_slower: bool) -> Observation | None:
+def _speed_change(evidence: RunEvidence, *, is_slower: bool) -> Observation | None:
     """A speed that changes once, to slower or to faster steps, and stays so."""
     rated = _of_stages(evidence)
     place = _change([rate for rate, _ in rated])
@@ -70,7 +74,7 @@ def _speed_change(evidence: SteadyEvidence, *, is_slower: bool) -> Observation |
     return Observation(sum(step.duration_ns * (1 - rate / fast) for rate, step in slow), f"{message}.", cause, advice)
 
 
-def _rated(evidence: SteadyEvidence) -> list[tuple[float, RunStep]]:
+def _rated(evidence: RunEvidence) -> list[tuple[float, RunStep]]:
     """Steps with their rates; a speed that changed once, or with a stage of the run, is taken out of them."""
     rated = _of_stages(evidence)
     place = _change([rate for rate, _ in rated])
@@ -80,7 +84,7 @@ def _rated(evidence: SteadyEvidence) -> list[tuple[float, RunStep]]:
     return [(rate * (before / after if number >= place else 1), step) for number, (rate, step) in enumerate(rated)]
 
 
-def _of_stages(evidence: SteadyEvidence) -> list[tuple[float, RunStep]]:
+def _of_stages(evidence: RunEvidence) -> list[tuple[float, RunStep]]:
     """Steps with their rates, those of each stage of the run over its median: another stage has other work."""
     rated = [(step.rate, step) for step in evidence.steps if step.rate]
     begins = [0] + [n for n in range(1, len(rated)) if rated[n][1].stage != rated[n - 1][1].stage]
@@ -168,7 +172,7 @@ def _list(names: Sequence[str]) -> str:
     return " and ".join((", ".join(names[:-1]), names[-1])) if len(names) > 1 else "".join(names)
 
 
-def unstable(evidence: SteadyEvidence) -> Observation | None:
+def unstable(evidence: RunEvidence) -> Observation | None:
     """Steps that take twice as long as others for the same work."""
     rated = _rated(evidence)
     if len(rated) < 3:
@@ -195,7 +199,7 @@ def unstable(evidence: SteadyEvidence) -> Observation | None:
     )
 
 
-def slow_now_and_then(evidence: SteadyEvidence) -> Observation | None:
+def slow_now_and_then(evidence: RunEvidence) -> Observation | None:
     """A few steps that take over twice the usual time for their work."""
     rated = _rated(evidence)
     if len(rated) < 20:  # so that a tenth of them is two
@@ -217,7 +221,7 @@ def slow_now_and_then(evidence: SteadyEvidence) -> Observation | None:
     )
 
 
-def drift(evidence: SteadyEvidence) -> Observation | None:
+def drift(evidence: RunEvidence) -> Observation | None:
     """A rate that falls from the first third of the run to the last, without a break."""
     rated = _rated(evidence)
     if len(rated) < 12:  # thirds of at least four
@@ -289,27 +293,6 @@ def compiling(evidence: RunEvidence) -> Observation | None:
     )
 
 
-def beside(evidence: RunEvidence, what: str) -> Observation | None:
-    """Evaluations, or checkpoints, between the steps.
-
-    Args:
-        evidence: of the run.
-        what: "evaluation" or "checkpoint".
-    """
-    ns = evidence.beside_ns.get(what, 0)
-    advice = {
-        "evaluation": "a larger eval.every, or fewer samples (eval.max_samples).",
-        "checkpoint": "a larger checkpoint.every, and checkpoint.asynchronous: true, which writes while training goes "
-        "on.",
-    }[what]
-    return Observation(
-        ns,
-        f"{what}s took {format_duration(ns / 1e9)}, the steps {format_duration(evidence.duration_ns / 1e9)}.",
-        f"the run stops for its {what}s too often, each takes too long, or the run is short.",
-        advice,
-    )
-
-
 def memory_limit(evidence: RunEvidence) -> Observation | None:
     """Memory of the device that is nearly full, which costs no time yet."""
     memory = max((step.memory_share or 0.0 for step in evidence.steps), default=0.0)
@@ -325,7 +308,7 @@ def memory_limit(evidence: RunEvidence) -> Observation | None:
     )
 
 
-def far_from_compute(evidence: SteadyEvidence) -> Observation | None:
+def far_from_compute(evidence: RunEvidence) -> Observation | None:
     """Time in which the device is far from computing at its rate, for whatever reason."""
     useful_ns = evidence.useful_ns
     # On a CPU whose phases are known there is nothing that this could add.
@@ -346,7 +329,7 @@ def far_from_compute(evidence: SteadyEvidence) -> Observation | None:
     )
 
 
-def _alike(evidence: SteadyEvidence) -> str:
+def _alike(evidence: RunEvidence) -> str:
     """Say so where nearly all steps have as many tokens: then it was not more work."""
     tokens = [step.tokens for step in evidence.steps if step.tokens]
     alike = len(tokens) == len(evidence.steps) and usual_tokens(tokens) is not None
@@ -362,3 +345,25 @@ def usual_tokens(tokens: Sequence[float]) -> float | None:
 
 def _mfu(mfu: float) -> str:
     return format_share(mfu) if mfu >= 0.01 else f"{100 * mfu:.2f} %"
+
+
+RULES = (
+    # After the first steps nothing should be compiled at all; of a run their number counts.
+    Rule(
+        "recompilation",
+        RuleObserver(partial(chore, phase=Phase.COMPILE), 0.02, lines=("aside",)),
+        RuleObserver(compiled_again, 0.0, TimeOf.BESIDE),
+    ),
+    # Below, a longer run makes up for it.
+    Rule("compiling", in_records=RuleObserver(compiling, 0.05, TimeOf.BESIDE)),
+    # Other work on a machine makes steps some per cent slower now and then; below, nobody looks for a reason.
+    Rule(CHANGED, in_records=RuleObserver(changed, 0.05)),
+    Rule("unstable-steps", in_records=RuleObserver(unstable, 0.05)),
+    # Less is not worth a search.
+    Rule("slow-steps", in_records=RuleObserver(slow_now_and_then, 0.02)),
+    Rule(FALLING, in_records=RuleObserver(drift, 0.0)),
+    Rule("memory-limit", in_records=RuleObserver(memory_limit, 0.0, TimeOf.RUN, FindingPlace.LIMIT)),
+    Rule("not-compute-bound", in_records=RuleObserver(far_from_compute, 0.05, place=FindingPlace.VAGUE)),
+    # A long run makes up for them.
+    Rule("first-steps", in_records=RuleObserver(first_steps, 0.05, TimeOf.RUN, FindingPlace.PASSING)),
+)
