@@ -351,13 +351,21 @@ def test_the_tracer_knows_no_model_by_name_outside_inputs_and_families(files):
 # What a distribution in plugins/ brings is known there alone: words of its models, settings, records and attributes.
 WORDS_OF_PLUGINS = re.compile(
     r"bagel|vit_model|flow_weight|timestep_shift|drop_reference|DrawingConfig|LossOfDrawing|getattr\([^)]*, \"draws\""
-    r"|drawn_K|per_drawn|models? that draws?|draws (no )?images|import-model",
+    r"|drawn_K|per_drawn|models? that draws?|draws (no )?images|import-model|flow_loss|last_flow|drawn_(images|patches)"
+    r"|workload\.drawn|(?<!\.)\bw\.drawn|images? (that (is|are) )?drawn|drawn images?|\"draw\"|\"drawn\": \(",
     flags=re.IGNORECASE,
 )
 
 
 def test_a_word_of_a_plugin_is_found():
-    assert WORDS_OF_PLUGINS.search('if getattr(hf_model, "draws", False): # Bagel')
+    words = (
+        'getattr(hf_model, "draws", False)',
+        "# Bagel",
+        "an image that is drawn",
+        "flow_loss",
+        'SamplePart("draw")',
+    )
+    assert [word for word in words if not WORDS_OF_PLUGINS.search(word)] == []
     assert not WORDS_OF_PLUGINS.search("a line is drawn; samples are drawn at random; draws of a stage")
 
 

@@ -257,19 +257,6 @@ def test_lmms_engine(audit, line):
     assert product(data) == pytest.approx(LMMS_TOOL / LMMS_USEFUL, rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("pack", "ratio"),  # of its rule to the truth, by formulas apart from this code: shared figures of Bagel's packs
-    [
-        (["--splits", ";".join(["causal:102,noise:1026"] * 9), "--latents", "32x32*9", "--supervised", 0], 1.40),
-        (["--splits", ";".join(["causal:102,noise:4098"] * 2), "--latents", "64x64*2", "--supervised", 0], 1.23),
-    ],
-)
-def test_lmms_engine_on_packs_that_draw(audit, pack, ratio):
-    text = "".join(f"step:{step} - train/loss:1.1 - train/mfu:0.27\n" for step in range(3))
-    data = audit(text, "--model", "bagel-7b-mot", "--seq-len", 10240, "--device", "H100", *pack)
-    assert data["useful_mfu_mean"] == pytest.approx(0.27 / ratio, rel=0.006)
-
-
 def test_lmms_engines_lines_of_0_1_4(audit):
     # as its Tracking.log prints what calculate_training_metrics returns; 52.3 % of an A800
     rate = round(0.523 * 312e12 / LMMS_TOOL)

@@ -8,7 +8,7 @@ import torch
 from headway.conventions import Step, architecture, get_convention
 from headway.count import Workload
 from headway.tracing import trace
-from helpers.drawing import denoiser, titans_flux
+from helpers.denoisers import denoiser, titans_flux
 
 HEADS, DOUBLE, SINGLE, TEXT = 24, 2, 3, 256
 HIDDEN = HEADS * 128

@@ -6,7 +6,7 @@ import pytest
 
 from headway.count import Workload
 from headway.tracing import trace
-from helpers.drawing import DENOISERS, autoencoder, denoiser
+from helpers.denoisers import DENOISERS, autoencoder, denoiser
 
 
 @pytest.fixture

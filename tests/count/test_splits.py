@@ -89,7 +89,7 @@ def test_tokens_by_kind():
         references=[(1, 4, 4)],
     )
     units = {
-        "tokens": 52, "supervised": 5, "drawn": 16, "latents": 32, "understood": 20, "latent_grids": 2,
+        "tokens": 52, "supervised": 5, "noised": 16, "latents": 32, "understood": 20, "latent_grids": 2,
         "latent_pairs:frame": 512, "patches": 9,
     }  # fmt: skip
     assert {driver: parse_driver(driver)(step) for driver in units} == units

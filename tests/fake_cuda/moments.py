@@ -5,6 +5,7 @@ them. Every living storage on the device is counted, in units of the allocator's
 """
 
 from collections import Counter
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
@@ -22,11 +23,7 @@ from headway.config import TrainConfig
 from headway.count import CostModel
 from headway.count.activations import SavedByPrecision
 from headway.data.collate import Batch, Collator
-from headway.data.encoded import EncodedSample
-from headway.data.media.tensors import MediaTensors
-from headway.data.samples import Origin
 from headway.models.load import rope_index
-from headway.models.losses import IGNORED
 from headway.models.parallel import local, reduce_gradients
 from headway.models.parallel.clip import clipping_factor, gradient_norm
 from headway.models.parallel.ranks import Ranks
@@ -37,8 +34,6 @@ from headway.objectives.preferences.reference import Scoring
 from headway.optim import make_optimizer
 from headway.optim.ema import WeightAverage
 from headway.optim.optimizer import Optimizer, set_learning_rate, take_step
-from headway.packing.parts import SamplePart
-from headway.plugins import register_families
 from headway.predict.dry_run import memory_plan
 from headway.predict.frozen_forward import frozen_forward
 from headway.predict.memory import MemoryPlan
@@ -46,14 +41,9 @@ from headway.predict.saved_activations import saved_of_partly_trained
 from headway.tracing import trace
 from headway.tracing.block_activations import saved_of_config
 from headway.tracing.build import model_on_shapes
-from headway_bagel.encoding import DrawingCollator
-from headway_bagel.layout import lay_out
-from headway_bagel.model import BagelConfig
 
 MOMENTS = ("built", "first forward", "first backward", "first update", "forward", "backward", "update")
 """When memory is looked at; the last three are of the second step, in which moments are there from the start."""
-
-register_families()
 
 _TEXT: dict[str, Any] = {
     "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 8,
@@ -64,7 +54,7 @@ _VISION: dict[str, Any] = {
     "depth": 6, "hidden_size": 384, "intermediate_size": 1024, "num_heads": 6, "out_hidden_size": 512,
     "patch_size": 14,
 }  # fmt: skip
-_LITTLE_TEXT: dict[str, Any] = {
+LITTLE_TEXT: dict[str, Any] = {
     **_TEXT, "hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 4, "num_key_value_heads": 2,
     "vocab_size": 8000,
 }  # fmt: skip
@@ -81,14 +71,9 @@ _TOKENS: dict[str, Any] = {
 _MROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [8, 12, 12]}
 
 
-_READS: dict[str, Any] = {
-    "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 3, "image_size": 448,
-    "patch_size": 14,
-}  # fmt: skip
-_OTHERS: dict[str, Any] = {
+OTHERS: dict[str, Any] = {
     "llama": LlamaConfig(**_LLAMA | {"num_hidden_layers": 8}, intermediate_size=1792, num_attention_heads=10),
     "mixtral": MixtralConfig(**_LLAMA, intermediate_size=768, num_local_experts=4, num_attention_heads=10),
-    "drawing": BagelConfig({**_LITTLE_TEXT, "model_type": "qwen3"}, _READS, latent_patch_size=4),
 }
 
 
@@ -97,12 +82,12 @@ def small_config(kind: str) -> Any:
 
     Args:
         kind: text, tied (head and embedding share a weight), experts, image or video; after "little ", one that a CPU
-            computes for real in seconds, as it does drawing. llama and mixtral have sizes of their own: no rule of the
-            plan was read off them.
+            computes for real in seconds. llama and mixtral have sizes of their own: no rule of the plan was read off
+            them. Or a kind in `OTHERS`.
     """
-    if kind in _OTHERS:
-        return deepcopy(_OTHERS[kind])  # which switching attention changes
-    text, vision, kind = (_TEXT, _VISION, kind) if kind == _kind(kind) else (_LITTLE_TEXT, _LITTLE_VISION, _kind(kind))
+    if kind in OTHERS:
+        return deepcopy(OTHERS[kind])  # which switching attention changes
+    text, vision, kind = (_TEXT, _VISION, kind) if kind == _kind(kind) else (LITTLE_TEXT, _LITTLE_VISION, _kind(kind))
     if kind in ("text", "tied"):
         return Qwen3Config(**text, tie_word_embeddings=kind == "tied")
     if kind == "experts":
@@ -121,6 +106,8 @@ def _kind(kind: str) -> str:
     return kind.removeprefix("little ")
 
 
+BATCHES: dict[str, Callable[[Any], Batch]] = {}
+"""What packs the models of plug-ins take, by kind; beside it stands the configuration in `OTHERS`."""
 PACKS: dict[str, list[tuple[int, list[Any]]]] = {
     "text": [(700, []), (1500, []), (96, []), (1800, [])],
     "image": [(600, [[1, 32, 32], [1, 16, 24]]), (900, [[1, 40, 48]]), (548, [])],
@@ -184,8 +171,8 @@ def predicted(kind: str, config: TrainConfig, batch: Batch, *, devices: int = 1)
 
 def batch_of(kind: str, model: Any, config: TrainConfig) -> Batch:
     """A pack of a kind, collated as training does."""
-    if kind == "drawing":
-        return DrawingCollator(config=model.config)([_drawn(model.config, number) for number in range(3)])
+    if kind in BATCHES:
+        return BATCHES[kind](model)
     collator = Collator(
         geometry=vision_geometry(model),
         pixel_scale=steps._scale(model.config),
@@ -195,30 +182,6 @@ def batch_of(kind: str, model: Any, config: TrainConfig) -> Batch:
     rule, is_video = rope_index(model), _kind(kind) == "video"
     samples = PACKS.get(kind) or PACKS["little text" if kind.startswith("little") else "text"]
     return collator([steps.encoded(model.config, rule, *sample, is_video=is_video) for sample in samples])
-
-
-def _drawn(config: BagelConfig, number: int) -> EncodedSample:
-    """An image to read, words of which some are learnt, and an image to draw."""
-    parts = (
-        SamplePart("read", rows=12, columns=10 + number),
-        SamplePart("text", 150, 40),
-        SamplePart("draw", rows=16, columns=9 + number),
-    )
-    tokens = sum(part.tokens or part.rows * part.columns + 2 for part in parts)
-    ids_S = torch.arange(tokens) % 7000
-    learnt = parts[0].rows * parts[0].columns + 2 + torch.arange(150)[-40:]
-    labels_S = torch.full_like(ids_S, IGNORED).index_copy(0, learnt, ids_S[learnt])
-    sides = [[part.rows, part.columns] for part in parts]
-    pixels_PD = torch.zeros(sides[0][0] * sides[0][1], 3 * config.read_pixels**2)
-    return EncodedSample(
-        input_ids_S=ids_S,
-        labels_S=labels_S,
-        position_ids_RS=lay_out([parts], config)[0]["position_ids"],
-        origin=Origin("made", "memory", number, f"sample {number}"),
-        media={"images": MediaTensors(torch.tensor([[1, *sides[0]]]), pixels_PD)},
-        parts=parts,
-        drawn_images=(torch.zeros(3, *(side * config.latent_pixels for side in sides[2])),),
-    )
 
 
 def run_moments(kind: str, config: TrainConfig, *, detail: bool = False) -> tuple[Moments, MemoryPlan]:

@@ -44,7 +44,6 @@ from headway.tracing.build import preset_config
 from headway.train.build import Trained, build_trained
 
 ROOT = Path(__file__).parents[2]
-_FOLDERS = (ROOT / "recipes", ROOT / "plugins/headway-bagel/recipes")
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
 # What a fake device cannot run, and one process has no use for.
 _CHANGES = (
@@ -80,8 +79,7 @@ class Found:
 
 def recipe(name: str, *overrides: str) -> TrainConfig:
     """A recipe's settings, for one process."""
-    folder = next(folder for folder in _FOLDERS if (folder / f"{name}.yaml").is_file())
-    return load_config(folder / f"{name}.yaml", (*_CHANGES, *overrides))
+    return load_config(ROOT / "recipes" / f"{name}.yaml", (*_CHANGES, *overrides))
 
 
 def run_step(config: TrainConfig, *, layers: int | None = None, ahead: bool = True, detail: bool = False) -> Found:

@@ -15,8 +15,7 @@ LAYERS = 4  # three of Qwen3-VL's layers take features of the tower; what furthe
 # apart is for several processes, so one of them stands for all (benchmarks/waits_and_memory.py runs each).
 OFTEN = ("qwen2.5-7b-text-81920", "qwen2.5-vl-7b-video-51200")
 KINDS = (*OFTEN, "digits", "qwen3-vl-30b-a3b-vqa-8192-exp6")
-DRAWING = {"bagel-7b-mot-10240", "draw"}  # test_drawing.py
-NAMES = [name for name in RECIPES if name in KINDS or ("-exp" not in name and name not in DRAWING)]
+NAMES = [name for name in RECIPES if name in KINDS or "-exp" not in name]
 DIGITS_VOCABULARY = 337  # whose logits have odd rows, as do any model's whose vocabulary is odd
 
 

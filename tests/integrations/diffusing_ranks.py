@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
 from headway.meter import Meter
-from helpers.drawing import TEXT_WIDTH, autoencoder, denoiser
+from helpers.denoisers import TEXT_WIDTH, autoencoder, denoiser
 from helpers.loops import PEAK
 
 SIDES = (8, 16, None)  # of each rank's pictures; the last reads its latents from a cache

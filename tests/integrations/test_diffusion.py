@@ -23,7 +23,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 from headway.devices import Peak
 from headway.integrations import AccelerateMeter
 from headway.meter import Meter
-from helpers.drawing import TEXT_WIDTH, adapted, autoencoder, batch, denoiser, titans_flux
+from helpers.denoisers import TEXT_WIDTH, adapted, autoencoder, batch, denoiser, titans_flux
 
 PEAK = Peak("test", 1e12, "fp32", "made up for a test")
 SAMPLES, SIDE, WORDS = 2, 16, 20

@@ -21,13 +21,11 @@ CASES = {
     "experts": ("experts", 4, "parallel.expert=2", "speed.recompute=full"),
 }
 SLOW = {
-    "shared drawings": ("drawing", 4, "parallel.sequence=2", "speed.recompute=full"),
     "shared images": ("little image", 4, "parallel.sequence=2", "speed.recompute=full"),
     "more processes than key heads": ("little text", 4, "parallel.sequence=4"),
     "frozen tower": ("little image", 8, "model.freeze=[vision]"),
     "hybrid": ("little text", 4, "parallel.replicate=2", "speed.recompute=full"),
     "sharded, gathered once": ("little text", 2, "parallel.reshard=false"),
-    "drawings": ("drawing", 2),
     "tied, uneven slices": ("tied", 48),
     "fewer rows than processes": ("image", 2048),
     "frozen language": ("little image", 2, "model.freeze=[language]"),

@@ -20,7 +20,7 @@ from headway.models.denoisers import denoiser_on_shapes
 from headway.tracing import trace
 from headway.tracing.classify import checkpointing_of
 from helpers.counter import counted, dispatched
-from helpers.drawing import DENOISERS, adapted, batch, denoiser
+from helpers.denoisers import DENOISERS, adapted, batch, denoiser
 
 WIDTH, HEADS, CHANNELS, PATCH, TEXT, TEXT_WIDTH = 24, 3, 4, 2, 7, 10
 

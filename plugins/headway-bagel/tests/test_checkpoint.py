@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from bagels import TEXT, TOWER, VAE, WORDS, tiny_bagel, write_data
 from headway.data import read_samples
 from headway.data.encoders import collator_of
 from headway.errors import CheckpointError, ConfigError, HeadwayError
@@ -17,7 +18,6 @@ from headway.synthetic.processor import write_tokenizer
 from headway_bagel.checkpoint import import_bagel
 from headway_bagel.encoding import DrawingEncoder
 from helpers.cases import ODD
-from helpers.drawing import TEXT, TOWER, VAE, WORDS, tiny_bagel, write_data
 
 WIDE = VAE | {"block_out_channels": [32, 64], "norm_num_groups": 32, "scaling_factor": 0.3611, "shift_factor": 0.1159}
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from bagels import write_data, write_model
 from headway.config import parse_config
 from headway.data import read_samples
 from headway.data.encoders import collator_of
@@ -14,7 +15,6 @@ from headway.train.data import open_feed
 from headway_bagel.conditions import lengths_without, sample_without
 from headway_bagel.encoding import DrawingEncoder
 from headway_bagel.settings import DrawingConfig
-from helpers.drawing import write_data, write_model
 from helpers.runs import configuration
 
 HALF = Dropout(0.5, 0.5, 0.5, seed=3)
@@ -69,7 +69,7 @@ def test_an_edit_without_conditions_is_what_bagels_trainer_lays_out(folder, enco
         reference, read, text, draw = (part.length for part in whole.parts)
         for epoch in range(12):
             left = sample_without(whole, HALF, epoch)
-            stays = [kind in kinds(left) for kind in ("reference", "read", "text")]
+            stays = [kind in kinds(left) for kind in ("clean", "image", "text")]
             seen.add(tuple(stays))
             positions = [0] * reference * stays[0] + [1] * read * stays[1]
             positions += [*range(2, 2 + text)] * stays[2] + [2 + text * stays[2]] * draw
@@ -79,7 +79,7 @@ def test_an_edit_without_conditions_is_what_bagels_trainer_lays_out(folder, enco
             expected = [one for one, on in zip(tokens, [*stays, True], strict=True) if on]
             assert torch.equal(batch.input_ids_1T[0], torch.cat(expected))
             assert ("images" not in batch.media) == (not stays[1])
-            patches = sum(part.rows * part.columns for part in left.parts if part.kind in ("reference", "draw"))
+            patches = sum(part.rows * part.columns for part in left.parts if part.kind in ("clean", "noised"))
             assert len(batch.family_inputs.inputs["latents"]) == patches
     assert len(seen) == 8
 

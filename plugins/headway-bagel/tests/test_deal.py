@@ -4,8 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bagels import EDIT, PICTURE, QUESTION, bagel_config, pack
 from headway_bagel.deal import deal
-from helpers.drawing import EDIT, PICTURE, QUESTION, bagel_config, pack
 
 KINDS = ("understood_slots", "supervised_rows", "image_rows", "latent_slots")
 

@@ -12,8 +12,8 @@ import torch
 import yaml
 from PIL import Image
 
+from bagels import WORDS, write_data, write_model
 from headway.models.load import load_model
-from helpers.drawing import WORDS, write_data, write_model
 
 CPU = ("--device", "cpu")
 

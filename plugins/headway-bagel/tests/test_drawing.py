@@ -11,6 +11,7 @@ import torch
 import yaml
 from transformers import Qwen3Config
 
+from bagels import VAE, chat, image, write_data, write_model
 from headway.config import parse_config
 from headway.config.model import family_settings
 from headway.data import read_samples
@@ -23,7 +24,6 @@ from headway.train.data import open_feed
 from headway.train.run import train
 from headway_bagel.encoding import DrawingEncoder
 from headway_bagel.settings import DrawingConfig
-from helpers.drawing import VAE, chat, image, write_data, write_model
 from helpers.processes import run_processes
 from helpers.runs import configuration, read_metrics
 
@@ -93,7 +93,7 @@ def test_training_equals_a_plain_loop_over_single_samples(folder, tmp_path, plai
     for step, record in enumerate(plain[:3], start=1):
         batches = next(feed)
         tokens = sum(batch.num_supervised for batch in batches)
-        drawn = sum(batch.workload.drawn for batch in batches)
+        drawn = sum(batch.workload.noised for batch in batches)
         words = flow = 0.0
         for batch in batches:
             for where in batch.sources:
@@ -317,7 +317,7 @@ def test_noise_depends_on_the_sample_and_the_step_alone(folder):
     for name in ("noise", "timesteps"):
         assert torch.equal(together[name], torch.cat([one[name] for one in alone if name in one]))
     assert not torch.equal(together["noise"], collate(samples).noised(3, 8).family_inputs.inputs["noise"])
-    assert (together["timesteps"] == 0).sum() == sum(part.kind == "reference" for s in samples for part in s.parts)
+    assert (together["timesteps"] == 0).sum() == sum(part.kind == "clean" for s in samples for part in s.parts)
 
 
 def test_latents_of_an_autoencoder_are_drawn_by_sample_and_step(folder):
@@ -325,7 +325,7 @@ def test_latents_of_an_autoencoder_are_drawn_by_sample_and_step(folder):
     samples = [encoder.encode(sample) for sample in read_samples(folder / "data" / "all.jsonl")[:4]]
     collate = collator_of(encoder)
     together, later = (collate(samples).noised(3, step).family_inputs.inputs["encoder_noise"] for step in (7, 8))
-    alone = [collate([sample]).noised(3, 7).family_inputs.inputs for sample in samples if sample.drawn_images]
+    alone = [collate([sample]).noised(3, 7).family_inputs.inputs for sample in samples if sample.latent_images]
     assert torch.equal(together, torch.cat([one["encoder_noise"] for one in alone]))
     assert not torch.equal(together, later)
 

@@ -1,6 +1,7 @@
 """A training step of a model that draws on a pretended CUDA device: the kernels are called, and no host waits."""
 
 import json
+from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
+from bagels import VAE, chat, image, write_model
 from fake_cuda import steps
 from fake_cuda.device import instead_of_flex, pretend_cuda
 from fake_cuda.watch import Watch
@@ -17,8 +19,8 @@ from headway.models.load import load_processor
 from headway.models.precision import choose_precision
 from headway.tracing.build import preset_config, with_layers
 from headway_bagel.encoding import DrawingEncoder
-from helpers.drawing import VAE, chat, image, write_model
 
+RECIPE = Path(__file__).parents[1] / "recipes" / "bagel-7b-mot-10240"
 SIDES = [(64, 48), (32, 80), (96, 96)]
 
 
@@ -43,7 +45,7 @@ def samples(tmp_path):
 
 def test_a_step_does_not_wait_for_the_device(samples):
     config, encoded, encoder = samples
-    settings = steps.recipe("bagel-7b-mot-10240", "speed.recompute=none")
+    settings = steps.recipe(RECIPE, "speed.recompute=none")
     batch = collator_of(encoder, bucket_tokens=128)(encoded).noised(0, 1)
     with pretend_cuda() as device, steps._environment(ahead=True):
         precision = choose_precision(settings.run, device)

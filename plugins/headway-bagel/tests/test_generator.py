@@ -6,6 +6,7 @@ import pytest
 import torch
 import yaml
 
+from bagels import VAE, WORDS, chat, image, write_data, write_model
 from headway.answer.answers import GenerationEval
 from headway.answer.generate import Decoding
 from headway.answer.model_folder import ModelLocation, OpenedModel, make_encoder
@@ -17,7 +18,6 @@ from headway.models.load import load_model, load_processor
 from headway.models.parallel.ranks import Ranks
 from headway.train.run import train
 from headway_bagel.generator import PackedGenerator
-from helpers.drawing import VAE, WORDS, chat, image, write_data, write_model
 from helpers.processes import TRAIN, run_processes
 from helpers.runs import configuration, ledgers, one_thread, read_metrics  # noqa: F401 - two of them are fixtures
 

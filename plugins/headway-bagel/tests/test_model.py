@@ -7,19 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText, Qwen3ForCausalLM, SiglipVisionModel
 
-from headway.count import Workload, splits
-from headway.errors import ConfigError, DataError, TrainingError
-from headway.models.kernels import gated_mlps, rms_norms, rotary_functions
-from headway.models.load import load_model
-from headway.packing.parts import SamplePart
-from headway.plugins import register_families
-from headway.tracing import trace
-from headway.tracing.verify import verify
-from headway_bagel import vae
-from headway_bagel.inputs import Drawings
-from headway_bagel.layout import lay_out
-from headway_bagel.model import BagelConfig
-from helpers.drawing import (
+from bagels import (
     EDIT,
     PICTURE,
     QUESTION,
@@ -32,6 +20,18 @@ from helpers.drawing import (
     pack,
     tiny_bagel,
 )
+from headway.count import Workload, splits
+from headway.errors import ConfigError, DataError, TrainingError
+from headway.models.kernels import gated_mlps, rms_norms, rotary_functions
+from headway.models.load import load_model
+from headway.packing.parts import SamplePart
+from headway.plugins import register_families
+from headway.tracing import trace
+from headway.tracing.verify import verify
+from headway_bagel import vae
+from headway_bagel.inputs import Drawings
+from headway_bagel.layout import lay_out
+from headway_bagel.model import BagelConfig
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def test_text_alone_is_transformers_qwen3(model):
 
 
 def test_a_drawn_image_runs_through_the_other_copy_of_qwen3(model):
-    parts = [SamplePart("draw", rows=3, columns=2)]
+    parts = [SamplePart("noised", rows=3, columns=2)]
     given, _ = pack([parts], model.config)
     seen = {}
     hook = model.language_model.model.layers[0].register_forward_pre_hook(lambda _m, args: seen.update(x=args[0]))
@@ -206,7 +206,7 @@ def test_the_head_is_billed_on_supervised_tokens_and_each_copy_on_its_own():
     mlp = "language_model.model.layers.0.mlp"
     assert by_module[f"{mlp}.up_proj"].driver == "understood"
     assert by_module[f"{mlp}_moe_gen.up_proj"].driver == "latents"
-    assert by_module["llm2vae"].driver == "drawn"
+    assert by_module["llm2vae"].driver == "noised"
     other_copy = sum(p.numel() for name, p in model.named_parameters() if "_moe_gen" in name)
     assert cost.params.total - cost.params.active == other_copy  # norms and biases too
 
@@ -266,8 +266,8 @@ def test_noise_says_which_latents_of_the_autoencoders_distribution_are_drawn():
     [
         ([SamplePart("text", 0)], "0 tokens"),
         ([SamplePart("text", 3, 4)], "4 of them supervised"),
-        ([SamplePart("draw", rows=5, columns=2)], "draw has 5 x 2 patches.*1 to 4"),
-        ([SamplePart("read", rows=1, columns=0)], "read has 1 x 0"),
+        ([SamplePart("noised", rows=5, columns=2)], "noised has 5 x 2 patches.*1 to 4"),
+        ([SamplePart("image", rows=1, columns=0)], "image has 1 x 0"),
     ],
 )
 def test_a_part_that_does_not_fit_gets_one_clear_error(parts, said):

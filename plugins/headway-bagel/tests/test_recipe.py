@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from bagels import chat
 from headway.count import load_cost_model
 from headway.models.load import load_model
-from helpers.drawing import chat
 from helpers.processes import ROOT
 from helpers.runs import scaled_down
 

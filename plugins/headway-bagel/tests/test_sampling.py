@@ -5,17 +5,17 @@ import itertools
 import pytest
 import torch
 
+from bagels import contents, dense_mask, tiny_bagel
 from headway.count import splits
 from headway.packing.parts import SamplePart
 from headway_bagel.layout import lay_out
 from headway_bagel.sampling import Guidance, Request, draw_images
-from helpers.drawing import contents, dense_mask, tiny_bagel
 
 AROUND = (5, 6)
-EDIT = (SamplePart("reference", rows=2, columns=2), SamplePart("read", rows=2, columns=1), SamplePart("text", 5))
+EDIT = (SamplePart("clean", rows=2, columns=2), SamplePart("image", rows=2, columns=1), SamplePart("text", 5))
 TEXT = (SamplePart("text", 5),)
 IMAGES = EDIT[:2]
-IMAGE = SamplePart("draw", rows=2, columns=3)
+IMAGE = SamplePart("noised", rows=2, columns=3)
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,10 @@ import torch.distributed as dist
 from PIL import Image
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from bagels import VAE, chat, image, tiny_bagel, write_data, write_model
 from headway.errors import ConfigError
 from headway.models import use_attention
 from headway.models.parallel.sequence import share_packs
-from helpers.drawing import VAE, chat, image, tiny_bagel, write_data, write_model
 from helpers.processes import run_processes
 
 

@@ -294,7 +294,7 @@ def prepared(cost_model: "CostModel", workload: "Workload", supervised: int | No
         if workload.latent_patches:
             raise WorkloadError(
                 "--latents and --references need --splits, which say who sees the latent patches: an image that is "
-                'drawn is a noise run, a reference a full one, for example --splits "causal:102,noise:4098".'
+                'denoised is a noise run, a reference a full one, for example --splits "causal:102,noise:4098".'
             )
         return cost_model
     if "pairs:splits" not in drivers:
@@ -342,7 +342,7 @@ def workload_record(workload: "Workload") -> dict[str, Any]:
         "source_tokens": int(workload.sources.sum()),
         "past_tokens": int(workload.past.sum()),
         "splits": by_mode(workload.splits),
-        "drawn_patches": workload.drawn,
+        "noised_patches": workload.noised,
         "supervised": workload.supervised,
         "logits": workload.tokens if workload.logits is None else workload.logits,
     }

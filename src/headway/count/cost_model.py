@@ -221,7 +221,7 @@ class CostModel:
                 f"{grid} patches costs is not known. Where each frame is computed by itself, give them as images."
             )
 
-        # runs that see each other in full, and images that are drawn
+        # runs that see each other in full, and images that are denoised
         if len(workload.splits) and "pairs:splits" not in self._evaluators:
             raise WorkloadError(
                 f"The workload has splits, runs of tokens that see each other in full, and {self.name} takes none: its "

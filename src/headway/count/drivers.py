@@ -5,8 +5,8 @@ four into one), `text_tokens/4` (tokens that stand for no such patches), `pairs:
 `patch_pairs:frame`, `patch_pairs:window:8`.
 A model that denoises latents may join them with a text, its sources: `joint` counts the tokens of both, `pairs:joint`
 the pairs of full attention over both, and `patch_pairs:merged:4` the pairs within a frame whose patches were merged.
-Where a model denoises latents among its tokens, `latents` counts latent patches, each a token; `drawn` the noised ones;
-`understood` the tokens that are no latent patches; `supervised` the tokens whose next token is learnt.
+Where a model denoises latents among its tokens, `latents` counts latent patches, each a token; `noised` those that
+are denoised; `understood` the tokens that are no latent patches; `supervised` the tokens whose next token is learnt.
 Where images and videos have towers of their own, `image_` or `video_` stands before a driver of patches or frames.
 A kind of input that comes in lengths, such as audio, has drivers that begin with its name: `audio` counts frames,
 `audio_pairs:full` pairs of a clip's frames, `clips` clips.
@@ -260,7 +260,7 @@ _DRIVERS: dict[str, _Driver] = {
     "supervised": (0, lambda w: w.supervised),
     "logits": (0, lambda w: w.tokens if w.logits is None else w.logits),
     "understood": (0, lambda w: w.tokens - w.latent_patches),
-    "drawn": (0, lambda w: w.drawn),
+    "noised": (0, lambda w: w.noised),
     "latents": (0, lambda w: w.latent_patches),
     "latent_grids": (0, lambda w: len(w.latents) + len(w.references)),
     "latent_pairs:frame": (0, _latent_pairs),
@@ -306,7 +306,7 @@ def _all_drivers() -> dict[str, _Driver]:
 
 _TOWERS = {
     "vision": ("patches", "patch_pairs", "grids", "frames", "lone"),
-    "latents": ("latent", "drawn"),
+    "latents": ("latent", "noised"),
     "source": ("source", "pairs:cross", "joint", "pairs:joint"),
 }
 _PARAMETERS = re.compile(r"(.*?)((?<=[:/])\d+(?::\d+)*)?")

@@ -182,7 +182,7 @@ for _row in (
         unit="latent patches",
         units_key="latent_patches",
         metavar=LATENT,
-        help="Grids of latent patches that are drawn, a token each; *N repeats one.",
+        help="Grids of latent patches that are denoised, a token each; *N repeats one.",
         example="64x64*2",
     ),
     Modality(

@@ -133,15 +133,15 @@ def all_causal(segments: Ints) -> Ints:
     return np.stack([np.full_like(segments, CAUSAL), segments], axis=1)
 
 
-def check_kinds(tokens: int, runs: Ints, drawn: int, references: int, supervised: int | None) -> None:
+def check_kinds(tokens: int, runs: Ints, noised: int, references: int, supervised: int | None) -> None:
     """Refuse more tokens of a kind than there are tokens, or than the runs have that hold such."""
-    latents = drawn + references
+    latents = noised + references
     if latents > tokens:
         raise WorkloadError(
             f"{tokens:,} tokens cannot hold {latents:,} latent patches: each patch is a token, so segments are counted "
-            "with the images that are drawn."
+            "with the images that are denoised."
         )
-    for patches, mode, what in ((drawn, NOISE, "drawn"), (references, FULL, "referred to")):
+    for patches, mode, what in ((noised, NOISE, "denoised"), (references, FULL, "read clean")):
         if runs.size and patches > (room := tokens_of(runs, mode)):
             raise WorkloadError(
                 f"The {MODES[mode]} runs hold {room:,} tokens, and {patches:,} latent patches are {what}: each patch "

@@ -49,7 +49,7 @@ class Workload:
             that is answered [tokens]; all of them when None.
         media: sizes of other kinds of input, by their names in `headway.count.modalities`: `audio`, the lengths of
             clips whose tokens lie in the segments [feature frames], shape (A,); `latents`, grids of the latent images
-            that the model draws from noise, and `references`, of the clean ones that its tokens read [latent patches],
+            that the model denoises, and `references`, of the clean ones that its tokens read [latent patches],
             shapes (D, 3) and (C, 3).
 
     Raises:
@@ -108,8 +108,8 @@ class Workload:
 
         # each latent patch is a token, of a run that may hold it
         sizes = _read(images=images, videos=videos, **media)
-        drawn, clean = (_num_units(sizes, name) for name in ("latents", "references"))
-        runs.check_kinds(tokens, split, drawn, clean, supervised)
+        noised, clean = (_num_units(sizes, name) for name in ("latents", "references"))
+        runs.check_kinds(tokens, split, noised, clean, supervised)
         self._set(
             tokens,
             tokens if slots is None else slots,
@@ -207,7 +207,7 @@ class Workload:
 
     @property
     def latents(self) -> Ints:
-        """Grids t, h, w of the latent images that are drawn [latent patches], shape (D, 3)."""
+        """Grids t, h, w of the latent images that are denoised [latent patches], shape (D, 3)."""
         return self.sizes("latents")
 
     @property
@@ -216,14 +216,14 @@ class Workload:
         return self.sizes("references")
 
     @property
-    def drawn(self) -> int:
-        """Latent patches that are drawn."""
+    def noised(self) -> int:
+        """Latent patches that are denoised."""
         return _num_units(self._media, "latents")
 
     @property
     def latent_patches(self) -> int:
-        """Latent patches, drawn and read."""
-        return self.drawn + _num_units(self._media, "references")
+        """Latent patches, denoised and clean."""
+        return self.noised + _num_units(self._media, "references")
 
     @property
     def supervised(self) -> int:

@@ -44,7 +44,7 @@ class EncodedSample:
         prompt: what stands before all answers once; 0 where each has the prompt before it, as part of it [tokens].
         desirable: whether each of the answers is wished for; empty where they are compared with each other.
         parts: of what the sample is made, of families with parts; empty for others.
-        drawn_images: images whose latents are drawn or referred to, -1 to 1, shape (3, height, width) each.
+        latent_images: images whose latents are among the tokens, -1 to 1, shape (3, height, width) each.
     """
 
     input_ids_S: torch.Tensor
@@ -61,7 +61,7 @@ class EncodedSample:
     prompt: int = 0
     desirable: tuple[bool, ...] = ()
     parts: tuple[SamplePart, ...] = ()
-    drawn_images: tuple[torch.Tensor, ...] = ()
+    latent_images: tuple[torch.Tensor, ...] = ()
 
     @property
     def where(self) -> str:
@@ -94,7 +94,7 @@ class EncodedSample:
         values = [getattr(self, part.name) for part in fields(self)]
         values += [joinable.tensor_X for joinable in self.processed.values()]
         values += [tensor for media in self.media.values() for tensor in media]
-        values += self.drawn_images
+        values += self.latent_images
         return sum(value.numel() * value.element_size() for value in values if isinstance(value, torch.Tensor))
 
     @property

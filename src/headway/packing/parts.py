@@ -1,7 +1,7 @@
 """Samples that are made of parts, some of which are left out at random: what is left of each, and what it costs.
 
-A sample that draws is a row of parts: texts, images that are read or referred to, images that are drawn. Its conditions
-are the parts before its last drawn image of which nothing is learnt. Training leaves some of them out, so that guidance
+Such a sample is a row of parts: texts, images that a tower reads, latents that are clean or noised. Its conditions are
+the parts before its last noised latents of which nothing is learnt. Training leaves some of them out, so that guidance
 has something to lead away from. What is left out depends on a seed, on where the sample came from and on its epoch
 alone; so a plan knows every length beforehand.
 
@@ -19,16 +19,16 @@ from numpy.typing import NDArray
 from headway.count import CostModel, Workload
 from headway.packing.order import key_of, mixed
 
-Kind = Literal["text", "read", "reference", "draw"]
+Kind = Literal["text", "image", "clean", "noised"]
 Numbers = NDArray[Any]
 
-MODE_OF_PART = {"text": "causal", "read": "full", "reference": "full", "draw": "noise"}
+MODE_OF_PART = {"text": "causal", "image": "full", "clean": "full", "noised": "noise"}
 """Modes of the runs that a sample's parts are, in `headway.count.splits`."""
 KINDS = tuple(MODE_OF_PART)
 """Kinds of parts, by the numbers that stand for them."""
 COLUMNS = ("kind", "tokens", "supervised", "rows", "columns")
 """Facts of a part: its kind's number, its tokens, of these the supervised ones, and the patches of an image."""
-_TEXT, _READ, _REFERENCE, _DRAW = range(4)
+_TEXT, _IMAGE, _CLEAN, _NOISED = range(4)
 _MODES = tuple(MODE_OF_PART.values())
 
 
@@ -37,8 +37,8 @@ class SamplePart:
     """One piece of a sample.
 
     Attributes:
-        kind: `text`; `read`, an image that the tower reads; `reference`, an image whose clean latents are read; or
-            `draw`, an image that is learnt from noise.
+        kind: `text`; `image`, which the tower reads; `clean`, an image's latents that later parts read; or `noised`, an
+            image's latents that are learnt from noise.
         tokens: of text [tokens].
         supervised: of these, the last ones, each learnt from the token before it [tokens].
         rows: of an image [patches, or latent patches].
@@ -98,16 +98,16 @@ class PartTable(NamedTuple):
         """Mask of the parts that are conditions, shape (M,)."""
         kind, place = self.values[:, 0], np.arange(len(self.values))
         last = np.full(len(self.keys), -1)
-        drawn = kind == _DRAW
-        np.maximum.at(last, self.sample[drawn], place[drawn])
-        is_condition: Numbers = (place < last[self.sample]) & ~drawn & (self.values[:, 2] == 0)
+        noised = kind == _NOISED
+        np.maximum.at(last, self.sample[noised], place[noised])
+        is_condition: Numbers = (place < last[self.sample]) & ~noised & (self.values[:, 2] == 0)
         return is_condition
 
     def sizes(self, is_left: Numbers | None = None) -> tuple[Numbers, Numbers]:
         """Count the tokens and the vision patches of each sample's parts that are left, shape (N,) each."""
         kind, tokens, _, rows, columns = self.values.T.astype(np.int64)
         left = np.ones(len(kind), dtype=bool) if is_left is None else is_left
-        per = [left * tokens, left * (kind == _READ) * rows * columns]
+        per = [left * tokens, left * (kind == _IMAGE) * rows * columns]
         summed = [np.bincount(self.sample, values, minlength=len(self.keys)) for values in per]
         return summed[0].astype(np.int64), summed[1].astype(np.int64)
 
@@ -121,9 +121,9 @@ def workload_of(parts: Iterable[Sequence[int]]) -> Workload:
 
     return Workload(
         splits=[[(_MODES[kind], tokens) for kind, tokens, *_ in listed]],
-        images=grids(_READ),
-        references=grids(_REFERENCE),
-        latents=grids(_DRAW),
+        images=grids(_IMAGE),
+        references=grids(_CLEAN),
+        latents=grids(_NOISED),
         supervised=sum(part[2] for part in listed),
     )
 
@@ -134,14 +134,14 @@ class Dropout:
 
     Attributes:
         text: of texts.
-        read: of images that are read.
-        reference: of clean latents that are referred to.
+        image: of images that are read.
+        clean: of clean latents.
         seed: of the choice.
     """
 
     text: float = 0.0
-    read: float = 0.0
-    reference: float = 0.0
+    image: float = 0.0
+    clean: float = 0.0
     seed: int = 0
 
     def kept(self, parts: PartTable, epochs: Numbers, source: str) -> Numbers:
@@ -159,7 +159,7 @@ class Dropout:
         hashed_N = mixed(hashed_N ^ mixed(epochs.astype(np.uint64) + key))
         hashed_M = mixed(hashed_N[parts.sample] ^ mixed(number.astype(np.uint64) + key))
         share = (hashed_M >> np.uint64(11)).astype(np.float64) / 2.0**53
-        limits = np.array([self.text, self.read, self.reference, 0.0])[parts.values[:, 0]]
+        limits = np.array([self.text, self.image, self.clean, 0.0])[parts.values[:, 0]]
         is_left: Numbers = ~(parts.conditions() & (share < limits))
         return is_left
 
@@ -204,7 +204,7 @@ class PartCosts:
         """FLOPs of what is left of each sample, shape (N,); parts are those that were counted."""
         left = np.ones(len(self.own)) if is_left is None else is_left.astype(np.float64)
         tokens = left * parts.values[:, 1]
-        visible = np.where(parts.values[:, 0] == _DRAW, 0.0, tokens)  # nobody sees what is noised
+        visible = np.where(parts.values[:, 0] == _NOISED, 0.0, tokens)  # nobody sees what is noised
         num_visible = np.concatenate([[0.0], np.cumsum(visible)])
         before = num_visible[:-1] - num_visible[parts.offsets[:-1]][parts.sample]
         flops = left * self.own + self.pair * tokens * before

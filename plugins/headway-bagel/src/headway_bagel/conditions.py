@@ -29,7 +29,7 @@ def lengths_without(lengths: SampleLengths, origin: Origin, dropout: Dropout | N
     sizes = np.array([part[1] for part in lengths.parts])
     gone, ends = int(sizes[~part_mask].sum()), sizes.cumsum()
     before = int(sizes[~part_mask & (ends <= lengths.first_target)].sum())
-    reads = part_mask[[part[0] == KINDS.index("read") for part in lengths.parts]]
+    reads = part_mask[[part[0] == KINDS.index("image") for part in lengths.parts]]
     grids = tuple(grid for grid, stays in zip(lengths.media.get("images", ()), reads, strict=True) if stays)
     return replace(
         lengths,
@@ -71,13 +71,13 @@ def sample_without(sample: EncodedSample, dropout: Dropout | None, epoch: int) -
     media = {}
     grids_M3, pixels_PD = sample.media.get("images", (None, None))
     if grids_M3 is not None and pixels_PD is not None:
-        patches = [(part.rows * part.columns, stays) for part, stays in _of(sample, part_mask, "read")]
+        patches = [(part.rows * part.columns, stays) for part, stays in _of(sample, part_mask, "image")]
         sizes, which = zip(*patches, strict=True)
         if any(which):
             patch_mask_P = torch.from_numpy(np.repeat(which, sizes))
             media["images"] = MediaTensors(grids_M3[torch.tensor(which)], pixels_PD[patch_mask_P])
     # Images to draw lose the same parts.
-    images = zip(sample.drawn_images, _of(sample, part_mask, "reference", "draw"), strict=True)
+    images = zip(sample.latent_images, _of(sample, part_mask, "clean", "noised"), strict=True)
     return replace(
         sample,
         input_ids_S=sample.input_ids_S[stays_S],
@@ -86,7 +86,7 @@ def sample_without(sample: EncodedSample, dropout: Dropout | None, epoch: int) -
         media=media,
         media_end=int(stays_S.sum()),
         parts=tuple(parts),
-        drawn_images=tuple(image for image, (_, stays) in images if stays),
+        latent_images=tuple(image for image, (_, stays) in images if stays),
     )
 
 

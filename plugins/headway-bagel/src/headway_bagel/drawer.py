@@ -92,7 +92,7 @@ class BagelDrawer:
         """Rows and columns of latent patches."""
         unit = self._encoder.config.latent_pixels
         if size is None:
-            shown = [(part.rows, part.columns) for part in request.parts if part.kind == "reference"]
+            shown = [(part.rows, part.columns) for part in request.parts if part.kind == "clean"]
             return shown[-1] if shown else (self.largest // unit, self.largest // unit)
         height, width = size
         if height % unit or width % unit or not (0 < height <= self.largest and 0 < width <= self.largest):
@@ -109,7 +109,7 @@ class BagelDrawer:
             return Request()
         chat = Chat((Message("user", (*shown, *texts)),), Origin("request", "the request", 0, repr(text)))
         encoded = self._encoder.encode_request(chat)
-        latents = [self._latents(image) for image in encoded.drawn_images]
+        latents = [self._latents(image) for image in encoded.latent_images]
         return Request(
             encoded.parts,
             tuple(encoded.input_ids_S.tolist()),

@@ -158,7 +158,7 @@ class DrawingEncoder(Encoder):
             return NOTHING
         planned = self._plan(sample, decodes=False)
         targets = [i for i, label in enumerate(planned.labels) if label != IGNORED]
-        grids = tuple((1, part.rows, part.columns) for part in planned.parts if part.kind == "read")
+        grids = tuple((1, part.rows, part.columns) for part in planned.parts if part.kind == "image")
         return SampleLengths(
             tokens=len(planned.ids),
             supervised=len(targets),
@@ -244,7 +244,7 @@ class DrawingEncoder(Encoder):
         else:
             pieces = list(_pieces(sample))
             self._pieces(planned, pieces, sample.where, before=_drawn_before(pieces), draws=True, decodes=decodes)
-        if not any(label != IGNORED for label in planned.labels) and not any(p.kind == "draw" for p in planned.parts):
+        if not any(label != IGNORED for label in planned.labels) and not any(p.kind == "noised" for p in planned.parts):
             raise unusable(
                 sample,
                 "there is nothing to learn from the sample: no assistant turn has words or an image. "
@@ -269,11 +269,11 @@ class DrawingEncoder(Encoder):
                 continue
             is_drawn = draws and answers
             if is_drawn:
-                self._image(planned, "draw", part.media, where, decodes)
+                self._image(planned, "noised", part.media, where, decodes)
             if not is_drawn or i < len(pieces) - 1:
                 if i < before:
-                    self._image(planned, "reference", part.media, where, decodes)
-                self._image(planned, "read", part.media, where, decodes)
+                    self._image(planned, "clean", part.media, where, decodes)
+                self._image(planned, "image", part.media, where, decodes)
 
     def _text(self, planned: _Planned, text: str | tuple[int, ...], where: str, *, learns: bool) -> None:
         if isinstance(text, str) and len(text) > self.max_characters:
@@ -292,7 +292,7 @@ class DrawingEncoder(Encoder):
         """Take an image: shrunk until its longest side fits, each side a whole number of patches."""
         config = self.config
         patch, most = config.read_pixels, config.image_side
-        if kind != "read":
+        if kind != "image":
             patch, most = config.latent_pixels, config.max_latent_size
         with charged_to("decode"), Picture(media, where, self.max_image_pixels) as picture:
             shrunk = min(1.0, most * patch / max(picture.size))
@@ -300,7 +300,7 @@ class DrawingEncoder(Encoder):
             if decodes:
                 pixels = picture.decode().resize((columns * patch, rows * patch), Pillow.Resampling.BICUBIC)
                 image = torch.from_numpy(np.array(pixels)).permute(2, 0, 1).float() / 127.5 - 1.0
-                (planned.read_images if kind == "read" else planned.latents).append(image)
+                (planned.read_images if kind == "image" else planned.latents).append(image)
         planned.parts.append(SamplePart(kind, rows=rows, columns=columns))
         start, end = self.around_images
         planned.ids += [start, *[PADDING_TOKEN] * (rows * columns), end]
@@ -318,7 +318,7 @@ class DrawingEncoder(Encoder):
             media={"images": MediaTensors(grids_M3, torch.cat(pixels))} if pixels else {},
             media_end=_media_end(planned),
             parts=tuple(planned.parts),
-            drawn_images=tuple(planned.latents),
+            latent_images=tuple(planned.latents),
         )
 
 
@@ -396,16 +396,16 @@ class DrawingCollator(Collator):
         )
 
     def _drawing(self, samples: Sequence[EncodedSample], inputs: dict[str, Any], mask: SplitMask) -> DrawnPack:
-        images = [image for sample in samples for image in sample.drawn_images]
+        images = [image for sample in samples for image in sample.latent_images]
         if images and self.config.vae_config is not None:
             inputs["latent_pixels"] = images
         elif images:
             inputs["latents"] = torch.cat([patches(image, self.config.latent_patch_size) for image in images])
         grids = tuple(
-            (number, part.rows * part.columns, part.kind == "draw")
+            (number, part.rows * part.columns, part.kind == "noised")
             for number, sample in enumerate(samples)
             for part in sample.parts
-            if part.kind in ("reference", "draw")
+            if part.kind in ("clean", "noised")
         )
         values = self.config.vision_config.num_channels * self.config.read_pixels**2
         shift = self.config.timestep_shift if self.shift is None else self.shift

@@ -14,10 +14,10 @@ from headway_bagel.layout import lay_out
 # text, supervised tokens, and the images that are read, referred to and drawn (rows x columns): each driver grows in
 # a way of its own
 _RUNS: tuple[tuple[int, int, dict[Kind, list[tuple[int, int]]]], ...] = (
-    (37, 11, {"read": [(4, 3)], "reference": [(1, 2)], "draw": [(2, 2)]}),
-    (53, 29, {"read": [(2, 4), (3, 3)], "reference": [(2, 2)], "draw": [(1, 3), (2, 3), (4, 4)]}),
-    (71, 17, {"read": [(3, 1)], "reference": [(3, 2), (3, 4)], "draw": [(4, 2)]}),
-    (101, 43, {"read": [(4, 4), (1, 2), (2, 3)], "reference": [(1, 1)], "draw": [(3, 3), (4, 3)]}),
+    (37, 11, {"image": [(4, 3)], "clean": [(1, 2)], "noised": [(2, 2)]}),
+    (53, 29, {"image": [(2, 4), (3, 3)], "clean": [(2, 2)], "noised": [(1, 3), (2, 3), (4, 4)]}),
+    (71, 17, {"image": [(3, 1)], "clean": [(3, 2), (3, 4)], "noised": [(4, 2)]}),
+    (101, 43, {"image": [(4, 4), (1, 2), (2, 3)], "clean": [(1, 1)], "noised": [(3, 3), (4, 3)]}),
 )
 
 
@@ -27,7 +27,7 @@ class Drawings:
     strided: Sequence[str] = ()
     notes: ClassVar[dict[str, str]] = {}
     drivers = (
-        "tokens", "understood", "supervised", "drawn", "latents", "latent_grids", "latent_pairs:frame", "patches",
+        "tokens", "understood", "supervised", "noised", "latents", "latent_grids", "latent_pairs:frame", "patches",
         "patch_pairs:frame", "pairs:splits", "grids", "segments",
     )  # fmt: skip
 
@@ -67,7 +67,7 @@ class Drawings:
 
         tower = config.vision_config
         pixels = config.latent_pixels
-        drawn = [part for part in parts if part.kind in ("reference", "draw")]
+        drawn = [part for part in parts if part.kind in ("clean", "noised")]
         arguments |= {
             "input_ids": torch.zeros(1, workload.tokens, dtype=torch.long),
             "attention_mask": torch.from_numpy(splits.mask_of_runs(workload.splits))[None, None],

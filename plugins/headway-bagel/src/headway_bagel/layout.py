@@ -55,9 +55,9 @@ def lay_out(
     """
     # parts in their order: slots, and positions, of which all of an image's tokens share one
     pack, splits = _Pack(), []
-    grids: dict[str, list[tuple[int, int, int]]] = {"read": [], "reference": [], "draw": []}
+    grids: dict[str, list[tuple[int, int, int]]] = {"image": [], "clean": [], "noised": []}
     # largest side of an image, where it is not that of latents [patches]
-    sides = {"read": config.image_side}
+    sides = {"image": config.image_side}
     for parts in samples:
         position, runs = 0, []
         for part in parts:
@@ -74,17 +74,17 @@ def lay_out(
             else:
                 _image(pack, part, sides.get(part.kind, config.max_latent_size), grids)
                 pack.positions += [position] * (pack.slot - start)
-                position += part.kind != "draw"  # a drawn image's position is used again
+                position += part.kind != "noised"  # a drawn image's position is used again
             runs.append((MODE_OF_PART[part.kind], pack.slot - start))
         splits.append(runs)
 
     # the work of it, then text that nothing sees up to the length of the pack
-    ends = np.cumsum([0, *(h * w for _, h, w in grids["read"])])
+    ends = np.cumsum([0, *(h * w for _, h, w in grids["image"])])
     workload = Workload(
         splits=splits,
-        images=grids["read"],
-        latents=grids["draw"],
-        references=grids["reference"],
+        images=grids["image"],
+        latents=grids["noised"],
+        references=grids["clean"],
         supervised=len(pack.supervised),
         slots=slots,
         packs=1,
@@ -99,7 +99,7 @@ def lay_out(
         "understood_slots": torch.tensor(pack.understood),
         "supervised_rows": torch.tensor(pack.supervised, dtype=torch.long),
     }
-    if grids["read"]:
+    if grids["image"]:
         arguments |= {
             "image_rows": torch.tensor(pack.image_rows),
             "image_places": torch.tensor(pack.image_places),
@@ -133,17 +133,17 @@ def _image(pack: _Pack, part: SamplePart, side: int, grids: dict[str, list[tuple
         )
     places = [row * side + column for row in range(part.rows) for column in range(part.columns)]
     pack.text(1)
-    if part.kind == "read":
+    if part.kind == "image":
         first = len(pack.understood)
         pack.image_rows += range(first, first + len(places))
         pack.image_places += places
         pack.text(len(places))
     else:
-        first, number = len(pack.latent_slots), len(grids["draw"]) + len(grids["reference"])
+        first, number = len(pack.latent_slots), len(grids["noised"]) + len(grids["clean"])
         pack.latent_slots += range(pack.slot, pack.slot + len(places))
         pack.latent_places += places
         pack.latent_grids += [number] * len(places)
-        pack.drawn += range(first, first + len(places)) if part.kind == "draw" else ()
+        pack.drawn += range(first, first + len(places)) if part.kind == "noised" else ()
         pack.slot += len(places)
     pack.text(1)
     grids[part.kind].append((1, part.rows, part.columns))

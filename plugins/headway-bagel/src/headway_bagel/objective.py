@@ -17,7 +17,7 @@ class Drawing(Objective):
 
     def counts(self, batch: Batch) -> Counts:
         """Targets of each source; patches that are drawn."""
-        return super().counts(batch)._replace(others=(batch.workload.drawn,))
+        return super().counts(batch)._replace(others=(batch.workload.noised,))
 
     def pack_loss(self, batch: Batch, step: LoopStep) -> PackSums:
         """Run the model on a pack, words and pictures together."""

@@ -150,7 +150,7 @@ def draw_images(
         variants.append(list(no_text))
     if guidance.image != 1.0:
         variants.append(list(no_images))
-    image = SamplePart("draw", rows=rows, columns=columns)
+    image = SamplePart("noised", rows=rows, columns=columns)
     led, plain = (_Pack(model, [*chain(*which)], image, around, mask_of) for which in (variants, variants[:1]))
     config = model.config
     generator = torch.Generator().manual_seed(seed)
@@ -200,7 +200,7 @@ class _Pack:
         blank = torch.zeros(image.rows * image.columns, model.config.latent_features)
         latents = [part for request in requests for part in (request.latents, blank) if part is not None]
         kinds = [part.kind for request in requests for part in (*request.parts, image)]
-        grids = [kind == "draw" for kind in kinds if kind in ("reference", "draw")]
+        grids = [kind == "noised" for kind in kinds if kind in ("clean", "noised")]
         self._is_drawn_G = torch.tensor(grids, dtype=torch.float32, device=self.device)
         self._latents_LC = torch.cat([part.to(self.device, torch.float32) for part in latents])
         self._arguments = {n: v.to(self.device) if isinstance(v, torch.Tensor) else v for n, v in arguments.items()}

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from headway.count import load_cost_model
 from headway.packing.parts import KINDS, Dropout, PartCosts, PartTable, workload_of
 
-TEXT, READ, REFERENCE, DRAW = range(4)
+TEXT, IMAGE, CLEAN, NOISED = range(4)
 
 
 def image(kind, rows, columns):
@@ -21,7 +21,7 @@ def text(tokens, supervised=0):
     return TEXT, tokens, supervised, 0, 0
 
 
-EDIT = [image(REFERENCE, 4, 6), image(READ, 3, 5), text(20), image(DRAW, 8, 4), image(READ, 2, 2), text(7, 5)]
+EDIT = [image(CLEAN, 4, 6), image(IMAGE, 3, 5), text(20), image(NOISED, 8, 4), image(IMAGE, 2, 2), text(7, 5)]
 parts = st.one_of(
     st.builds(text, st.integers(6, 90), st.integers(0, 5)),
     st.builds(image, st.integers(1, 3), st.integers(1, 9), st.integers(1, 9)),
@@ -57,14 +57,14 @@ def test_costs_of_what_is_left_are_those_of_its_whole_workload(rows, random):
 
 
 def test_conditions_are_what_is_before_the_last_drawn_image_and_not_learnt():
-    rows = [EDIT, [image(READ, 3, 3), text(9), text(8, 6)], [text(5, 3), text(4), image(DRAW, 1, 1)]]
+    rows = [EDIT, [image(IMAGE, 3, 3), text(9), text(8, 6)], [text(5, 3), text(4), image(NOISED, 1, 1)]]
     expected = [True, True, True, False, False, False] + [False] * 3 + [False, True, False]
     assert joined(rows).conditions().tolist() == expected
 
 
 def test_each_kind_is_left_out_as_often_as_is_asked():
     count = 20_000
-    dropout = Dropout(text=0.1, read=0.3, reference=0.5, seed=4)
+    dropout = Dropout(text=0.1, image=0.3, clean=0.5, seed=4)
     many = joined([EDIT] * count)
     gone = ~dropout.kept(many, np.zeros(count, dtype=int), "all").reshape(count, -1)
     for place, share in enumerate([0.5, 0.3, 0.1, 0, 0, 0]):
@@ -91,7 +91,7 @@ def test_the_choice_is_the_samples_and_its_epochs_own():
 
 
 def test_kinds_are_in_the_order_of_their_numbers(model):
-    assert KINDS[DRAW] == "draw"
-    drawn, read = (model.count(workload_of([image(kind, 4, 4)])) for kind in (DRAW, READ))
+    assert KINDS[NOISED] == "noised"
+    drawn, read = (model.count(workload_of([image(kind, 4, 4)])) for kind in (NOISED, IMAGE))
     assert {row.name.split(".")[0] for row in read.rows if row.total} >= {"vision"}
     assert drawn.total != read.total
