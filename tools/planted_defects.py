@@ -169,8 +169,8 @@ DEFECTS = (
     Defect(
         "a marker without its picture is a word",
         "data/sources/references.py",
-        "return kind in self._columns or self._is_archive",
-        "return self.waits(kind)",
+        "has_columns if members is None else {*KINDS}",
+        "{kind for kind in has_columns if self._column(kind, fields)}",
         ("tests/data/sources/test_schemas.py",),
     ),
     Defect(
@@ -183,7 +183,7 @@ DEFECTS = (
     Defect(
         "a mark whose meaning is not plain is passed over",
         "data/sources/marks.py",
-        '        if sense is None or value in (None, "", [], {}):',
+        '        if value in (None, "", [], {}):',
         '        if not sense or value in (None, "", [], {}):',
         ("tests/data/sources/test_marks.py",),
     ),

@@ -18,7 +18,7 @@ from headway.data import Chat, Document, ImagePart, Preference, TextPart
 from headway.data.samples import Origin, best_answered, supervised
 from headway.data.sources import open_source, references
 from headway.data.sources.layouts import LAYOUTS, reading_of
-from headway.data.sources.ranked import MOST_ANSWERS
+from headway.data.sources.preferences import MOST_ANSWERS
 from headway.data.sources.reader import ParsedRow
 from headway.data.sources.references import MediaRules
 from headway.data.sources.schemas import Normaliser
@@ -254,7 +254,7 @@ def test_rows_as_the_tools_document_them(name):
 def test_every_layout_is_read_in_the_test_above():
     others = {"rejected_videos", "rejected_audios"}
     for layout in LAYOUTS:
-        if layout.is_preference and not others & dict(layout.columns).keys():
+        if layout.makes == "preference" and not others & dict(layout.columns).keys():
             rows = [row for row, _ in ROWS.values() if dict(layout.columns).keys() <= row.keys()]
             assert layout.schema in [reading_of(row).layout.schema for row in rows], layout
 

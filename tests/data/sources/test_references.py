@@ -205,10 +205,7 @@ def test_frames_of_a_video_are_a_list_a_column_or_a_folder(root):
 
     def columns(**fields):
         media = RowMedia(fields, {}, str(root), MediaRules())
-        videos = []
-        while media.waits("video"):
-            videos.append([frame.read() for frame in media.next("video").media.frames])
-        return videos
+        return [[frame.read() for frame in part.media.frames] for part in media.rest(["video"])]
 
     frames = [b"1", b"9", b"10"]
     assert columns(video=names) == columns(videos=names) == columns(videos=[names]) == [frames]

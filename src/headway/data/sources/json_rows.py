@@ -2,7 +2,6 @@
 
 import io
 import json
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO
@@ -193,16 +192,12 @@ def decoded(content: bytes) -> str:
         raise DataError(f"it is not UTF-8 text: {error}. Save the file as UTF-8.") from error
 
 
-def words_of(value: Any) -> str | None:
-    """A string as it is, a number, true or false as JSON writes it; None of anything else.
-
-    >>> words_of("a"), words_of(3), words_of(0.5), words_of(True), words_of([])
-    ('a', '3', '0.5', 'true', None)
-    """
-    if isinstance(value, str):
-        return value
-    is_word = isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value))
-    return json.dumps(value) if is_word else None
+def json_or_words(words: str) -> Any:
+    """A value of its JSON; the words themselves where they are none."""
+    try:
+        return json.loads(words)
+    except (ValueError, RecursionError):  # ValueError: no JSON, or a number of too many digits
+        return words
 
 
 class Unreadable:

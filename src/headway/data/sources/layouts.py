@@ -6,13 +6,14 @@ import tomllib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from hashlib import sha256
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from headway.data.sources.json_rows import listed, shortened
-from headway.data.sources.marks import GRADES, HARMLESS_COLUMNS, check_columns_of
-from headway.data.sources.ranked import is_ranked, pair_of
+from headway.data.sources.marks import GRADES, HARMLESS_COLUMNS, check_columns_of, speaks_of_learning
+from headway.data.sources.preferences import is_ranked, pair_of
 from headway.data.sources.references import KINDS, is_nothing, kind_of, media_key
 from headway.errors import DataError
 from headway.words import Argument
@@ -32,7 +33,7 @@ FILE_NAMES = ("file_name", "filename", "file_path", "filepath", "file", "path")
 
 _IN_CHATS = ("tools", "chat_template_kwargs", "label", "kto_tag", "objects")
 _WORDED = ("context", "system", "system_prompt")  # no other values of these are read
-_OF_FILES = ("question_answer", "alpaca", "prompt_completion", "caption")  # schemas of which a file's name may be part
+_NULLABLE = ("label", "kto_tag", TEXT)  # that a row has one of these counts, whatever it holds
 _NUMBER = re.compile(r"(?:^|_)(?:id|idx|index)s?$|Id$")  # columns that number rows
 _ALIKE = 0.8  # likeness of names such as answer_0 and answer_1
 _MOST_FREE = 64  # columns among which a mapping is looked for
@@ -42,16 +43,19 @@ Pairs = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True)
 class Layout:
-    """An entry of the table.
+    """An entry of the table, with what the table says of its schema.
 
     Attributes:
         schema: how its columns become a sample.
         columns: those that a row must have, by the roles that they have; each (name, role).
         forms: form of the value of a column, where it must have one; each (name, form).
         rank: of two layouts that fit, the lower one is taken.
+        source: who writes rows so.
+        makes: "chat", "document", or a "preference" of answers of which some are better than others.
+        reads: columns that are read beside those; each (name, role).
         marks: values of a mark with which the first answer is better, and the second; "sign" takes its sign.
         by_name: whether it is taken only if its schema is named.
-        source: who writes rows so.
+        names_file: whether a column such as `file_name` is the media if the file is there.
     """
 
     schema: str
@@ -59,51 +63,56 @@ class Layout:
     forms: Pairs
     rank: int
     source: str
+    makes: str
+    reads: Pairs
     marks: tuple[Any, ...] = ()
     by_name: bool = False
+    names_file: bool = False
 
     @property
-    def is_preference(self) -> bool:
-        """True if its rows hold answers of which some are better than others."""
-        return self.rank == 0
+    def has_class(self) -> bool:
+        """True if one of its columns is a class."""
+        return any(name == "label" for name, _ in self.columns)
 
     @property
-    def is_chat(self) -> bool:
-        """True if its rows become chats, and no documents."""
-        return self.schema not in ("tokens", "text")
+    def names(self) -> dict[str, str]:
+        """Its columns' own names, by their roles."""
+        return {role: name for name, role in self.columns}
 
     @property
     def mapping(self) -> str:
         """Its columns, as people map them."""
         return mapping({name: name for name, _ in self.columns if name != MEDIA})
 
+    def fits(self, facts: Collection[str]) -> bool:
+        """Tell whether a row of these facts has its columns; an empty list may be one, but of no preference."""
+        forms = dict(self.forms)
+        return all(
+            (f"{name}:{forms[name]}" if name in forms else name) in facts
+            or (self.makes != "preference" and name not in forms and f"{name}:empty" in facts)
+            for name, _ in self.columns
+        )
+
     def __str__(self) -> str:
         return " and ".join(name for name, _ in self.columns)
 
 
-@dataclass(frozen=True)
-class RowReading:
-    """A row's columns as a layout reads them.
+class RowReading(NamedTuple):
+    """Columns of a row as a layout reads them.
 
     Attributes:
         layout: what the columns are taken for.
         roles: for each column that is read, the name under which it is.
-        names: the row's own names of columns that the table knows, by the table's.
+        asides: columns that are not read, or are grades, and have a name that speaks of learning, by the table's names.
     """
 
     layout: Layout
-    roles: Mapping[str, str]
-    names: Mapping[str, str]
+    roles: dict[str, str]
+    asides: dict[str, str]
 
     def __call__(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """The columns that are read, under the names of their roles."""
         return {role: fields[name] for name, role in self.roles.items()}
-
-    def unread(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Columns that are not read, but for grades, by the table's names where it knows them; null ones left out."""
-        table_names = {own: name for name, own in self.names.items()}
-        left = (name for name in fields if self.roles.get(name, GRADES[0]) in GRADES)
-        return {table_names.get(name, name): fields[name] for name in left if fields[name] is not None}
 
 
 def _pairs(words: str) -> Pairs:
@@ -117,21 +126,20 @@ def _forms(words: str) -> Pairs:
     return tuple((name, form) for name, _, form in names if form)
 
 
+def _layout(schema: str, columns: str, marks: Collection[Any] = (), **settings: Any) -> Layout:
+    settings = _TABLE["schemas"][schema] | settings
+    reads = _pairs(settings.pop("reads", ""))
+    return Layout(schema, _pairs(columns), _forms(columns), reads=reads, marks=tuple(marks), **settings)
+
+
 _TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
-LAYOUTS = tuple(
-    Layout(
-        **{**row, "columns": _pairs(row["columns"]), "forms": _forms(row["columns"]), "marks": (*row.get("marks", ()),)}
-    )
-    for row in _TABLE["layouts"]
-)
+LAYOUTS = tuple(_layout(**row) for row in _TABLE["layouts"])
 """All layouts, in the order of the table."""
-_READS = {schema: _pairs(words) for schema, words in _TABLE["reads"].items()}
-_PROMPTS = {name: _pairs(words) for name, words in _TABLE["prompts"].items()}
-SCHEMAS = (
-    "auto",
-    *sorted(_READS, key=[layout.schema for layout in sorted(LAYOUTS, key=lambda layout: layout.rank or 9)].index),
-)
+SCHEMAS = ("auto", *_TABLE["schemas"])
 """Values of `schema`; "auto" takes the layout that a row has."""
+_PROMPTS = {name: _pairs(words) for name, words in _TABLE["prompts"].items()}
+DIGEST = sha256(repr((LAYOUTS, _PROMPTS)).encode()).hexdigest()[:8]
+"""Digest of the table, which changes when rows come to be read otherwise."""
 
 _FORMS: dict[str, Callable[[Mapping[str, Any], str], bool]] = {
     "list": lambda fields, name: isinstance(fields[name], list),
@@ -140,34 +148,47 @@ _FORMS: dict[str, Callable[[Mapping[str, Any], str], bool]] = {
     "ranked": is_ranked,
 }
 _FORMS_OF = {name: form for layout in LAYOUTS for name, form in layout.forms}
-_ROLES = dict.fromkeys(
-    role
-    for pairs in (*(layout.columns for layout in LAYOUTS), *_READS.values(), *_PROMPTS.values())
-    for pair in pairs
-    for role in pair[::-1]
-    if role != MEDIA
+_COLUMNS = (*(layout.columns for layout in LAYOUTS), *(layout.reads for layout in LAYOUTS), *_PROMPTS.values())
+COLUMNS = tuple(
+    dict.fromkeys(
+        [
+            *(name for pairs in _COLUMNS for pair in pairs for name in pair[::-1] if name != MEDIA),
+            *MEDIA_COLUMNS,
+            *_IN_CHATS,
+        ]
+    )
 )
-# Names that have a role only beside media, or only where their values have a form.
-_BESIDE_MEDIA = {name for layout in LAYOUTS if (MEDIA, MEDIA) in layout.columns for name, _ in layout.columns}
-_BESIDE_MEDIA -= {name for layout in LAYOUTS if layout.schema != "caption" for name, _ in layout.columns}
-_ROLELESS = {*_FORMS_OF} - {name for layout in LAYOUTS if not layout.forms for name, _ in layout.columns}
-COLUMNS = tuple(dict.fromkeys([*_ROLES, *MEDIA_COLUMNS, *_IN_CHATS]))
 """Names of columns that schemas read."""
 _KNOWN = {*COLUMNS, *MEDIA_PATHS, *FILE_NAMES}
 
 
-def columns_of(fields: Mapping[str, Any]) -> dict[str, str]:
-    """Columns of a row that the table knows, by its names: spaces and capitals do not count where no other has a name.
+class _Names(NamedTuple):
+    """A row's own names of columns.
 
-    >>> columns_of({"Question": "1 + 1?", "answer ": "2", "id": 1})
+    Attributes:
+        own_names: those of columns that the table knows, by its names.
+        learning: names that speak of learning, and the table's for them.
+    """
+
+    own_names: dict[str, str]
+    learning: dict[str, str]
+
+
+@lru_cache(maxsize=1024)
+def names_of(columns: tuple[str, ...]) -> _Names:
+    """Columns of a row that the table knows: spaces and capitals do not count where no other has a name.
+
+    >>> names_of(("Question", "answer ", "id")).own_names
     {'question': 'Question', 'answer': 'answer '}
     """
-    names: dict[str, str] = {}
-    for name in fields:
+    own_names: dict[str, str] = {}
+    for name in columns:
         plain = name if name in _KNOWN else name.strip().lower().replace(" ", "_")
-        if plain in _KNOWN and (plain == name or (plain not in fields and plain not in names)):
-            names[plain] = name
-    return names
+        if plain in _KNOWN and (plain == name or (plain not in columns and plain not in own_names)):
+            own_names[plain] = name
+    table_names = {own: name for name, own in own_names.items()}
+    by_table = {own: table_names.get(own, own) for own in columns}
+    return _Names(own_names, {own: name for own, name in by_table.items() if speaks_of_learning(name)})
 
 
 def reading_of(
@@ -192,102 +213,126 @@ def reading_of(
     Raises:
         DataError: no layout fits, or two.
     """
-    names = columns_of(fields)
-    values = {name: fields[own] for name, own in names.items()}
-    media = {name: name for name in values if name in MEDIA_COLUMNS}
-    filled = {MEDIA_COLUMNS[name] for name in media if not is_nothing(values[name])}
-    paths = _paths(values, filled, MEDIA_PATHS)
-    files = _paths(values, filled | {*paths.values()}, FILE_NAMES)
-    facts = _facts(values)
+    columns = tuple(fields)
+    values = {name: fields[own] for name, own in names_of(columns).own_names.items()}
+    kinds = tuple(_kind(name, values, is_there) for name in values)
+    reading = _resolved(columns, kinds, schema, frozenset(mapped), has_members, names_files)
+    if not isinstance(reading, RowReading):
+        raise _refusal(fields, *reading, schema)
+    return reading
 
-    def resolved(paths: Mapping[str, str]) -> tuple[Layout, ...]:
+
+def _kind(name: str, values: Mapping[str, Any], is_there: Callable[[str], bool]) -> str:
+    """Kind of a column's value, as far as layouts ask for it: empty where there is no more to say than that it is one.
+
+    A column that names media has their kind, with a question mark behind it where a file of that name is not there.
+    """
+    value = values[name]
+    if name in MEDIA_COLUMNS:
+        return "null" if is_nothing(value) else ""
+    if value is None:
+        return "null"
+    if value in ([], {}):
+        return "empty"
+    if name in _WORDED:
+        return "" if isinstance(value, str) else "turns"
+    if name in _FORMS_OF:
+        return _FORMS_OF[name] if _FORMS[_FORMS_OF[name]](values, name) else ""
+    kind = _kind_of_media(name, value) if name in MEDIA_PATHS or name in FILE_NAMES else ""
+    return f"{kind}?" if kind and name in FILE_NAMES and not is_there(str(value)) else kind
+
+
+def _kind_of_media(name: str, value: Any) -> str:
+    """The kind of media that a column holds, or of the file that it names; empty of any other."""
+    if isinstance(value, str):
+        return ("://" not in value and kind_of(value)) or ""
+    is_medium = isinstance(value, bytes) or (isinstance(value, dict) and media_key(value) is not None)
+    kind = "image" if name.startswith("img") else name.partition("_")[0]
+    return kind if is_medium and kind in KINDS else ""
+
+
+@lru_cache(maxsize=4096)
+def _resolved(
+    columns: tuple[str, ...],
+    kinds: tuple[str, ...],
+    schema: str,
+    mapped: frozenset[str],
+    has_members: bool,
+    names_files: bool,
+) -> RowReading | tuple[tuple[Layout, ...], dict[str, str]]:
+    """The meaning of a set of columns; or layouts between which nothing decides, and columns that name media.
+
+    Args:
+        columns: the row's own names.
+        kinds: of the values of those that the table knows, as `_kind` tells them.
+        schema: as for `reading_of`, like all that follow.
+        mapped: columns that are meant.
+        has_members: whether media are stored with the row.
+        names_files: whether a file's name is known to be of media.
+    """
+    names = names_of(columns)
+    kind_of_column = dict(zip(names.own_names, kinds, strict=True))
+    facts = frozenset(fact for name, kind in kind_of_column.items() for fact in _facts(name, kind))
+    media = {name: name for name in kind_of_column if name in MEDIA_COLUMNS}
+    filled = {MEDIA_COLUMNS[name] for name in media if not kind_of_column[name]}
+    paths = _paths(kind_of_column, filled, MEDIA_PATHS)
+    files = _paths(kind_of_column, filled | {*paths.values()}, FILE_NAMES)
+
+    def fitting(paths: Mapping[str, str]) -> tuple[Layout, ...]:
         is_pictured = has_members or bool(filled) or bool(paths)
-        return _resolve(facts | ({MEDIA} if is_pictured else set()), schema, frozenset(mapped))
+        return _fitting(facts | ({MEDIA} if is_pictured else set()), schema, mapped)
 
-    layouts = resolved(paths)
+    layouts = fitting(paths)
     if files and (names_files or not layouts):
         paths = paths | files
-        layouts = resolved(paths)
-    elif files and layouts[0].schema in _OF_FILES and all(is_there(str(values[name])) for name in files):
+        layouts = fitting(paths)
+    elif files and layouts[0].names_file and not any(kind_of_column[name].endswith("?") for name in files):
         paths = paths | files
+    if len(layouts) == 1 and layouts[0].schema == "rejected" and len(chats := _chats(facts, mapped)) > 1:
+        layouts = chats
     if len(layouts) != 1:
-        raise _refusal(fields, layouts, schema, names, paths)
-    layout = layouts[0]
-    if layout.schema == "rejected" and len(chats := _chats(facts, frozenset(mapped))) > 1:
-        raise _refusal(fields, chats, schema, names, paths)
-    roles = dict(_roles(layout, facts, frozenset(mapped))) | media
+        return layouts, {kind: names.own_names[name] for name, kind in paths.items()}
+    roles = dict(_roles(layouts[0], facts, mapped)) | media
     roles = {name: role for name, role in roles.items() if role not in paths.values() or name not in media} | paths
-    return RowReading(layout, {names[name]: role for name, role in roles.items() if name in names}, names)
+    roles = {names.own_names[name]: role for name, role in roles.items() if name in names.own_names}
+    asides = {own: name for own, name in names.learning.items() if roles.get(own, GRADES[0]) in GRADES}
+    return RowReading(layouts[0], roles, asides)
 
 
-def _paths(values: Mapping[str, Any], filled: set[str], columns: Iterable[str]) -> dict[str, str]:
+def _paths(kinds: Mapping[str, str], filled: set[str], columns: Iterable[str]) -> dict[str, str]:
     """The first column that holds or names each kind of media that a row has no column of."""
     paths: dict[str, str] = {}
     for name in columns:
-        kind = _kind(name, values.get(name))
-        if kind is not None and kind not in filled and kind not in paths.values():
+        kind = kinds.get(name, "").rstrip("?")
+        if kind in KINDS and kind not in filled and kind not in paths.values():
             paths[name] = kind
     return paths
 
 
-def _kind(name: str, value: Any) -> str | None:
-    """The kind of media that a column holds, or of the file that it names; None of any other."""
-    if isinstance(value, str):
-        return kind_of(value) if "://" not in value else None
-    is_medium = isinstance(value, bytes) or (isinstance(value, dict) and media_key(value) is not None)
-    kind = "image" if name.startswith("img") else name.partition("_")[0]
-    return kind if is_medium and kind in KINDS else None
+def _facts(name: str, kind: str) -> tuple[str, ...]:
+    """Facts that layouts need of a column: its name if it holds something, and the form of its value."""
+    if kind == "null":
+        return (name,) if name in _NULLABLE else ()
+    return (f"{name}:{kind}",) if kind in ("empty", "turns") else (name, f"{name}:{kind}")
 
 
-def _facts(values: Mapping[str, Any]) -> frozenset[str]:
-    """Names of columns that hold something, with the forms of their values where the table asks for them."""
-    facts = set[str]()
-    for name, value in values.items():
-        if value is None:
-            facts |= {name} if name in ("label", "kto_tag", TEXT) else set()
-        elif value in ([], {}):
-            facts.add(f"{name}:empty")
-        elif name in _WORDED and not isinstance(value, str):
-            facts.add(f"{name}:turns")
-        else:
-            facts.add(name)
-            form = _FORMS_OF.get(name)
-            if form is not None and _FORMS[form](values, name):
-                facts.add(f"{name}:{form}")
-    return frozenset(facts)
-
-
-def _needs(layout: Layout) -> tuple[str, ...]:
-    return tuple(name for name, _ in layout.columns)
-
-
-def _fits(layout: Layout, facts: Collection[str]) -> bool:
-    forms = dict(layout.forms)
-    return all(
-        (f"{name}:{forms[own]}" if own in forms else name) in facts
-        or (not layout.is_preference and own not in forms and f"{name}:empty" in facts)
-        for name, (own, _) in zip(_needs(layout), layout.columns, strict=True)
-    )
-
-
-@lru_cache(maxsize=4096)
-def _resolve(facts: frozenset[str], schema: str, mapped: frozenset[str], least_rank: int = 0) -> tuple[Layout, ...]:
+def _fitting(facts: frozenset[str], schema: str, mapped: frozenset[str], least_rank: int = 0) -> tuple[Layout, ...]:
     """The layouts that a set of columns has: one, or none, or several between which nothing decides."""
-    layouts = [layout for layout in LAYOUTS if layout.rank >= least_rank and _fits(layout, facts)]
+    layouts = [layout for layout in LAYOUTS if layout.rank >= least_rank and layout.fits(facts)]
     layouts = [layout for layout in layouts if layout.schema == schema or (schema == "auto" and not layout.by_name)]
+    needs = {layout: {name for name, _ in layout.columns} for layout in layouts}
 
     # What is mapped is meant, and a layout that consists of it before one that takes other columns as well.
-    def others(layout: Layout) -> int:
-        return len({*_needs(layout)} - mapped - {MEDIA})
+    def num_others(layout: Layout) -> int:
+        return len(needs[layout] - mapped - {MEDIA})
 
-    meant = [layout for layout in layouts if mapped & {*_needs(layout)}]
+    meant = [layout for layout in layouts if mapped & needs[layout]]
     if meant:
-        layouts = [layout for layout in meant if others(layout) == min(map(others, meant))]
+        layouts = [layout for layout in meant if num_others(layout) == min(map(num_others, meant))]
     least = min((layout.rank for layout in layouts), default=0)
     layouts = [layout for layout in layouts if layout.rank == least]
     # Of one rank the layout that reads every column of the other loses nothing; of two that do the first is taken.
     reads = {layout: {MEDIA, *dict(_roles(layout, facts, mapped))} for layout in layouts}
-    needs = {layout: {*_needs(layout)} for layout in layouts}
 
     def beats(layout: Layout, other: Layout) -> bool:
         is_mutual = needs[layout] <= reads[other]
@@ -304,13 +349,14 @@ def _resolve(facts: frozenset[str], schema: str, mapped: frozenset[str], least_r
 def _roles(layout: Layout, facts: frozenset[str], mapped: frozenset[str]) -> list[tuple[str, str]]:
     """Columns that a layout reads of those that a row has, and their roles: one column for each."""
     roles = [(name, role) for name, role in layout.columns if name != MEDIA]
-    wanted = [*_READS[layout.schema], *((name, name) for name in _IN_CHATS if layout.is_chat)]
+    wanted = [*layout.reads, *((name, name) for name in _IN_CHATS if layout.makes != "document")]
     if layout.schema == "rejected":  # beside a chat, whose columns are its own
         for chat in _chats(facts, mapped)[:1]:
             wanted += _roles(chat, facts, mapped)
-        wanted += [(name, name) for name in facts if name.startswith("rejected_")]
-    elif layout.is_preference:
-        free = [pair for pair in _PROMPTS["names"] if pair[0] not in dict(roles)]
+        wanted += [(name, name) for name in sorted(facts) if name.startswith("rejected_")]
+    elif layout.makes == "preference":
+        required = dict(roles)
+        free = [pair for pair in _PROMPTS["names"] if pair[0] not in required]
         prompt = next((pair for pair in free if {pair[0], f"{pair[0]}:empty", f"{pair[0]}:turns"} & facts), None)
         if prompt is not None:
             roles.append(prompt)
@@ -319,8 +365,7 @@ def _roles(layout: Layout, facts: frozenset[str], mapped: frozenset[str]) -> lis
     if mapped:  # only what is mapped counts, and what has the name by which it is read
         wanted = [(name, role) for name, role in wanted if name == role != "context" or name in mapped]
     for name, role in wanted:
-        is_read = name in facts or f"{name}:empty" in facts
-        if is_read and name not in dict(roles) and role not in {other for _, other in roles}:
+        if {name, f"{name}:empty"} & facts and not any(name == own or role == other for own, other in roles):
             roles.append((name, role))
     return roles
 
@@ -328,16 +373,10 @@ def _roles(layout: Layout, facts: frozenset[str], mapped: frozenset[str]) -> lis
 def _chats(facts: frozenset[str], mapped: frozenset[str]) -> tuple[Layout, ...]:
     """Layouts of the chat beside which a rejected answer stands."""
     others = frozenset(fact for fact in facts if not fact.startswith("rejected_"))
-    return _resolve(others, "auto", frozenset(name for name in mapped if name in others), 1)
+    return _fitting(others - {MEDIA}, "auto", mapped & others, 1)
 
 
-def _refusal(
-    fields: Mapping[str, Any],
-    layouts: tuple[Layout, ...],
-    schema: str,
-    names: Mapping[str, str],
-    paths: Mapping[str, str],
-) -> DataError:
+def _refusal(fields: Mapping[str, Any], layouts: tuple[Layout, ...], media: dict[str, str], schema: str) -> DataError:
     """The error of a row that fits no layout, or several."""
     if layouts:
         return DataError(
@@ -345,11 +384,11 @@ def _refusal(
             "choose one, because it would lose the columns of the others. Name the columns that you mean, with "
             f"{' or '.join(layout.mapping for layout in layouts)}, or remove the others."
         )
-    media = {kind: names[name] for name, kind in paths.items()}
     way = proposed_columns(fields, media)
     allowed = {layout.schema: layout for layout in reversed(LAYOUTS) if schema in ("auto", layout.schema)}
-    if schema == "auto" or not allowed[schema].is_preference:
-        check_columns_of({name: fields[own] for name, own in names.items() if fields[own] is not None}, ways=way)
+    if schema == "auto" or allowed[schema].makes != "preference":
+        own_names = names_of(tuple(fields)).own_names
+        check_columns_of({name: fields[own] for name, own in own_names.items() if fields[own] is not None}, ways=way)
     needed = "; ".join(f"{allowed[name]} ({name})" for name in SCHEMAS if name in allowed)
     return DataError(
         f"the row has {listed(fields) or 'no columns'}, and no schema reads them as they are. Say which is which, for "
@@ -375,12 +414,14 @@ def proposed_columns(fields: Mapping[str, Any], media: dict[str, str]) -> str:
     >>> proposed_columns({"image": "a.png", "question": "What?", "id": 3, "best_answer": "A cat."}, {})
     "columns={'answer': 'best_answer'}"
     """
-    names = columns_of(fields)
+    names = names_of(tuple(fields)).own_names
     has_media = bool(media) or any(not is_nothing(fields[own]) for name, own in names.items() if name in MEDIA_COLUMNS)
-    # Left to be mapped is what has no role by its name, and is no note on the row, unless that is all there is.
-    with_roles = {
-        own for name, own in names.items() if name not in _ROLELESS and (has_media or name not in _BESIDE_MEDIA)
-    }
+    # Left to be mapped is what has no role by its name, and is no note on the row, unless that is all there is. Some
+    # names have a role only beside media, others only where their values have a form.
+    fit = [layout for layout in LAYOUTS if not layout.forms and (has_media or layout.schema != "caption")]
+    roleless = {*_FORMS_OF, *(name for layout in LAYOUTS for name, _ in layout.columns if layout.schema == "caption")}
+    roleless -= {name for layout in fit for name, _ in layout.columns}
+    with_roles = {own for name, own in names.items() if name not in roleless}
     left = [name for name, value in fields.items() if value not in (None, "", [], {})]
     left = [name for name in left if name not in with_roles and name not in media.values()]
     free = ([name for name in left if name not in HARMLESS_COLUMNS and not _NUMBER.search(name)] or left)[:_MOST_FREE]

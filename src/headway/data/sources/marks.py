@@ -104,6 +104,25 @@ def sense_of(name: str) -> int | None:
     return -1 if denials % 2 else 1
 
 
+def speaks_of_learning(name: str) -> bool:
+    """Tell whether a column that is not read is refused, or may be a mark of what is learnt."""
+    return name in REFUSED_COLUMNS or (name not in HARMLESS_COLUMNS and sense_of(name) is not None)
+
+
+@lru_cache(maxsize=1024)
+def learning_keys(keys: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of a turn's keys that speak of learning."""
+    return tuple(key for key in keys if sense_of(key) is not None)
+
+
+@lru_cache(maxsize=1024)
+def round_keys(keys: tuple[str, ...]) -> tuple[str, ...]:
+    """Keys of the question and of the answer among those of a round; none of a turn that is no round."""
+    question = next((key for key in QUESTION_KEYS if key in keys), None)
+    answer = next((key for key in ANSWER_KEYS if key in keys), None)
+    return () if question is None or answer is None else (question, answer)
+
+
 def _says_learnt(name: str, value: Any) -> bool | None:
     """A mark's word on what it stands at: learnt or not; None of one that does not say it plainly."""
     sense = sense_of(name)
@@ -215,9 +234,9 @@ def is_learnt(turn: Mapping[str, Any], role: str, where: str) -> bool:
     False
     """
     learnt = True
-    for key, value in turn.items():
-        sense = sense_of(key)
-        if sense is None or value in (None, "", [], {}):
+    for key in learning_keys(tuple(turn)):
+        sense, value = sense_of(key), turn[key]
+        if value in (None, "", [], {}):
             continue
         says_learnt = _says_learnt(key, value)
         if says_learnt is None:
@@ -234,14 +253,15 @@ def is_learnt(turn: Mapping[str, Any], role: str, where: str) -> bool:
     return learnt or role != "assistant"
 
 
-def check_part(part: Any, where: str) -> None:
+def check_part(part: Mapping[str, Any], where: str) -> None:
     """Refuse a part of a turn that is not to be learnt where the rest is.
 
     Raises:
         DataError: it is one.
     """
-    for key, value in part.items() if isinstance(part, dict) else ():
-        if sense_of(key) is not None and value not in (None, "", [], {}) and not _says_learnt(key, value):
+    for key in learning_keys(tuple(part)):
+        value = part[key]
+        if value not in (None, "", [], {}) and not _says_learnt(key, value):
             raise DataError(
                 f'{where}: a part has "{key}", {shortened(value)}, but a turn is learnt in full or not at all. Split '
                 "the turn, or remove the key."
@@ -295,7 +315,7 @@ def unread_keys(fields: Mapping[str, Any], roles: Mapping[str, str]) -> set[str]
         turns = fields[column] if role in ("messages", "conversations") else None
         for turn in turns if isinstance(turns, list) else ():
             keys = turn if isinstance(turn, dict) else {}
-            read_keys = known_keys.union(key for key in round_keys(turn) if key is not None)
+            read_keys = known_keys.union(round_keys(tuple(keys)))
             unread |= {
                 f"{column}: {key}"
                 for key, value in keys.items()
@@ -323,11 +343,3 @@ def rendered_opening(columns: Mapping[str, Any]) -> str:
             if isinstance(words, str) and (token := _RENDERED.match(words)):
                 return token[1]
     return ""
-
-
-def round_keys(turn: Any) -> tuple[str, str] | tuple[None, None]:
-    """Keys of a round's question and answer; None twice for a turn that is no round."""
-    keys = turn if isinstance(turn, dict) else ()
-    question = next((key for key in QUESTION_KEYS if key in keys), None)
-    answer = next((key for key in ANSWER_KEYS if key in keys), None)
-    return (None, None) if question is None or answer is None else (question, answer)

@@ -1,14 +1,27 @@
-"""Turns of a chat, in the forms that datasets write them: OpenAI's messages, ShareGPT's conversations, and rounds."""
+"""Turns of a chat and their content, in the forms that datasets write them.
+
+Turns are OpenAI's messages, ShareGPT's conversations, or rounds of a question and its answer. Content is words, with
+markers that stand for media, or a list of parts: words, images, videos and sounds in the forms of many tools.
+"""
 
 import json
-from collections.abc import Iterable, Mapping
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from headway.data.samples import Message, TextPart
-from headway.data.sources.json_rows import shortened, words_of
-from headway.data.sources.marks import REASONING, check_part, is_learnt, round_keys
-from headway.data.sources.parts import kind_of_part, parts_of, read_part, split_markers
-from headway.data.sources.references import KINDS, RowMedia
+from headway.data.samples import Message, Part, TextPart
+from headway.data.sources.json_rows import shortened
+from headway.data.sources.marks import (
+    HARMLESS_COLUMNS,
+    HARMLESS_KEYS,
+    REASONING,
+    check_part,
+    is_learnt,
+    learning_keys,
+    round_keys,
+)
+from headway.data.sources.references import FRAMES_PER_S, KINDS, MEDIA_KEYS, RowMedia, media_key
 from headway.errors import DataError
 
 SPEAKERS = {
@@ -36,6 +49,33 @@ _CALLERS = ("function_call", "tool_call")  # whose words are the JSON of a call
 _MEANINGFUL = ("function_call", "refusal", "audio")
 
 
+# What Qwen's and LMMs-Engine's processors read beside a part's media: a piece of it, or a size of its own.
+_CUTS = (
+    "video_start", "video_end", "nframes", "fps", "min_frames", "max_frames",
+    "min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width", "sample_fps", "raw_fps",
+)  # fmt: skip
+_BESIDE_MEDIA = ("type", "text", "detail", "cache_control", *HARMLESS_KEYS, *HARMLESS_COLUMNS)
+_RATES = ("sample_fps", "fps")  # of a list of frames, as qwen-vl-utils reads them
+_TYPES = {
+    "image_url": "image", "video_url": "video", "audio_url": "audio", "input_audio": "audio", "input_image": "image",
+    "input_text": "text", "output_text": "text",
+}  # fmt: skip
+"""Types of parts and the kinds that they are of. Source: OpenAI's chat completions and responses."""
+_MARKER = re.compile(f"<({'|'.join(KINDS)})>")
+
+
+def words_of(value: Any) -> str | None:
+    """A string as it is, a number, true or false as JSON writes it; None of anything else.
+
+    >>> words_of("a"), words_of(3), words_of(0.5), words_of(True), words_of([])
+    ('a', '3', '0.5', 'true', None)
+    """
+    if isinstance(value, str):
+        return value
+    is_word = isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value))
+    return json.dumps(value) if is_word else None
+
+
 def read_turns(value: Any, column: str, media: RowMedia, has_markers: bool = True) -> tuple[Message, ...]:
     """Read a column of turns in any form: {"role", "content"}, {"from", "value"}, or rounds {"user", "assistant"}.
 
@@ -56,8 +96,10 @@ def read_turns(value: Any, column: str, media: RowMedia, has_markers: bool = Tru
     turns = rounds_as_turns(turns_of(value, column))
     first = turns[0].keys() if isinstance(turns[0], dict) else set[str]()
     has_speakers = "from" in first or (column == "conversations" and "role" not in first)
-    typed = {kind_of_part(part) for turn in turns if isinstance(turn, dict) for part in parts_of(turn.get("content"))}
-    markers = {kind for kind in KINDS if has_markers and (has_speakers or (media.counts(kind) and kind not in typed))}
+    typed = {_kind_of_part(part) for turn in turns if isinstance(turn, dict) for part in _parts_of(turn.get("content"))}
+    markers = {
+        kind for kind in KINDS if has_markers and (has_speakers or (kind in media.counted and kind not in typed))
+    }
     reader = _Turns(media, markers)
     for number, turn in enumerate(turns, start=1):
         reader.read(_with_role(turn, f"turn {number}") if has_speakers else turn, number, has_speakers)
@@ -93,7 +135,7 @@ class _Turns:
                 f"{', '.join(SPEAKERS)}."
             )
         _check_keys(turn, where)
-        learnt = is_learnt(turn, role, where)
+        learnt = not learning_keys(tuple(turn)) or is_learnt(turn, role, where)
         if speaker in _CALLERS:
             self._call(turn.get("content"), where, learnt)
         else:
@@ -128,15 +170,16 @@ class _Turns:
         if not isinstance(content, list):
             raise DataError(f'{where}: "content" is {shortened(content)}, but it must be a string or a list of parts.')
         for part in content:
-            check_part(part, where)
+            if isinstance(part, dict) and learning_keys(tuple(part)):
+                check_part(part, where)
         spoken = (part for part in content if not _is_thinking(part))
-        parts = tuple(part for item in spoken for part in read_part(item, self._media, self._markers, where))
+        parts = tuple(part for item in spoken for part in _read_part(item, self._media, self._markers, where))
         return Message(role, parts, calls, name, thoughts, learnt)
 
 
 def _is_result(content: Any) -> bool:
     """Tell a tool's answer that is a value, which templates write as JSON, from a list of parts."""
-    return isinstance(content, dict) or (isinstance(content, list) and not all(map(kind_of_part, content)))
+    return isinstance(content, dict) or (isinstance(content, list) and not all(map(_kind_of_part, content)))
 
 
 def _with_role(turn: Any, where: str) -> Any:
@@ -160,7 +203,7 @@ def speaks_as(turn: Any) -> str | None:
     """
     if not isinstance(turn, dict):
         return None
-    speaker = turn.get("role", turn.get("from", "user" if None not in round_keys(turn) else None))
+    speaker = turn.get("role", turn.get("from", "user" if round_keys(tuple(turn)) else None))
     return SPEAKERS.get(speaker.lower()) if isinstance(speaker, str) else None
 
 
@@ -169,14 +212,12 @@ def _turns_of_round(turn: Any) -> list[Any]:
 
     Source: the_cauldron's and FineVision's `texts`; ms-swift's `conversation`, whose user is called human.
     """
-    question_key, answer_key = round_keys(turn)
-    if question_key is None or answer_key is None:
+    keys = round_keys(tuple(turn)) if isinstance(turn, dict) else ()
+    if not keys:
         return [turn]
-    marks = {key: value for key, value in turn.items() if key not in (question_key, answer_key)}
-    return [
-        {"role": "user", "content": turn[question_key]},
-        {**marks, "role": "assistant", "content": turn[answer_key]},
-    ]
+    marks = {key: value for key, value in turn.items() if key not in keys}
+    question, answer = (turn[key] for key in keys)
+    return [{"role": "user", "content": question}, {**marks, "role": "assistant", "content": answer}]
 
 
 def turns_of(value: Any, name: str) -> list[Any]:
@@ -188,14 +229,20 @@ def turns_of(value: Any, name: str) -> list[Any]:
     turns = json_value(value, name)
     if isinstance(turns, list):  # each may be JSON by itself, as older `datasets` store what differs from row to row
         turns = [json_value(turn, name) if _is_object(turn) else turn for turn in turns]
-    columns = list(turns.values()) if isinstance(turns, dict) else []
-    if all(isinstance(column, list) for column in columns) and len({len(column) for column in columns}) == 1:
-        turns = [dict(zip(turns, turn, strict=True)) for turn in zip(*columns, strict=True)]
+    turns = as_rows(turns)
     if not isinstance(turns, list):
         raise DataError(f'got {shortened(value)}, but "{name}" must be a list of turns.')
     if not turns:
         raise DataError(f'the list "{name}" is empty. A chat needs at least one turn; delete the row or fill it.')
     return turns
+
+
+def as_rows(value: Any) -> Any:
+    """The rows of an object of lists, as tables hold a list of objects; anything else as it is."""
+    columns = list(value.values()) if isinstance(value, dict) else []
+    if all(isinstance(column, list) for column in columns) and len({len(column) for column in columns}) == 1:
+        return [dict(zip(value, row, strict=True)) for row in zip(*columns, strict=True)]
+    return value
 
 
 def _is_object(value: Any) -> bool:
@@ -236,7 +283,7 @@ def read_tools(value: Any) -> tuple[dict[str, Any], ...]:
 def _reasoning(turn: Mapping[str, Any], role: str, where: str) -> str:
     """Thoughts of the assistant before it answers: of a key of their own, or of parts of the type thinking."""
     values = [turn[key] for key in REASONING if turn.get(key) not in (None, "")]
-    for part in filter(_is_thinking, parts_of(turn.get("content"))):
+    for part in filter(_is_thinking, _parts_of(turn.get("content"))):
         values.append(next((part[key] for key in (*REASONING, "text") if part.get(key) not in (None, "")), ""))
     if not values:
         return ""
@@ -277,3 +324,105 @@ def _tool_calls(value: Any, where: str, names: dict[str, str] | None = None) -> 
         if names is not None and isinstance(call.get("id"), str):
             names[call["id"]] = name
     return tuple(calls)
+
+
+def split_markers(words: str, kinds: set[str], media: RowMedia) -> tuple[Part, ...]:
+    """Words with every marker of some kinds replaced by the row's next media of that kind."""
+    parts: list[Part] = []
+    end = 0
+    for marker in _MARKER.finditer(words):
+        if marker[1] in kinds:
+            if marker.start() > end:
+                parts.append(TextPart(words[end : marker.start()]))
+            parts.append(media.next(marker[1]))
+            end = marker.end()
+    if end < len(words) or not parts:
+        parts.append(TextPart(words[end:]))
+    return tuple(parts)
+
+
+def _parts_of(content: Any) -> Sequence[Any]:
+    """The parts of a turn's content; none of words."""
+    return content if isinstance(content, list) else ()
+
+
+def _kind_of_part(part: Any) -> str | None:
+    """Kind of a part: text, image, video or sound; None for anything else."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(kind, str):
+        return None
+    kind = _TYPES.get(kind, kind)
+    return kind if kind == "text" or kind in KINDS else None
+
+
+def _read_part(part: Any, media: RowMedia, markers: set[str], where: str) -> tuple[Part, ...]:
+    """Parts of a turn's content of one as it was written; its words may hold markers."""
+    kind = _kind_of_part(part)
+    if kind is None:
+        allowed = ", ".join(f'"{name}"' for name in ("text", *KINDS, "image_url", "video_url", "input_audio"))
+        raise DataError(f'{where}: unknown part {shortened(part)}. A part\'s "type" is one of {allowed}.')
+    if kind == "text":
+        if not isinstance(part.get("text"), str):
+            raise DataError(f'{where}: a part of type "text" needs a string "text", got {shortened(part.get("text"))}.')
+        return split_markers(part["text"], markers, media)
+    try:
+        if part["type"] == "input_audio":
+            return (_input_audio(part.get("input_audio"), media),)
+        value = part.get(part["type"])
+        if value in (None, "") and (key := media_key(part)) is not None:
+            value = {key: part[key]}
+        if kind == "video" and isinstance(value, list):
+            return (media.named(kind, value, _rate_of(part)),)
+        _refuse_cuts(part)
+        if value in (None, ""):
+            _check_names_nothing(part, kind)
+            return (media.next(kind),)
+        return (media.named(kind, value),)
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from error
+
+
+def _rate_of(part: dict[str, Any]) -> float:
+    """Frames per second of a part whose video is a list of frames, which takes the place of a file's own."""
+    key = next((key for key in _RATES if part.get(key) is not None), None)
+    _refuse_cuts({name: value for name, value in part.items() if name not in _RATES})
+    if key is None:
+        return FRAMES_PER_S
+    try:
+        rate = float(part[key])
+    except (TypeError, ValueError):
+        rate = 0.0
+    if not 0 < rate < math.inf:
+        raise DataError(f'"{key}" is {shortened(part[key])}, but frames per second are a number above 0.')
+    return rate
+
+
+def _check_names_nothing(part: dict[str, Any], kind: str) -> None:
+    """Refuse a part that names its media by a key that is not read; one that names none takes the row's next."""
+    keys = [key for key, value in part.items() if key not in _BESIDE_MEDIA and value not in (None, "")]
+    if keys:
+        raise DataError(
+            f'a part of type "{kind}" has {", ".join(keys)}, and none of the keys that say which {kind} it is: '
+            f"{', '.join(MEDIA_KEYS)}."
+        )
+
+
+def _refuse_cuts(part: dict[str, Any]) -> None:
+    """Refuse what asks for a piece of the media, or for another size: all of it is read, in the folder's own sizes."""
+    inner = part.get(part["type"])
+    settings = {**part, **(inner if isinstance(inner, dict) else {})}
+    cut = next((key for key in _CUTS if settings.get(key) is not None), None)
+    if cut is not None:
+        raise DataError(
+            f'"{cut}" is {shortened(settings[cut])}, but media are read whole, in the sizes and at the rate that the '
+            "model's folder, the run or a source sets (data.max_pixels and others, docs/media.md). Cut the file "
+            "beforehand, or remove the key."
+        )
+
+
+def _input_audio(value: Any, media: RowMedia) -> Part:
+    """OpenAI's sound, in base64 with its format beside it."""
+    data = value.get("data") if isinstance(value, dict) else None
+    if not isinstance(data, str):
+        raise DataError(f'"input_audio" is {shortened(value)}, but it must be {{"data": <base64>, "format": ...}}.')
+    return media.named("audio", f"data:audio/{value.get('format', '')};base64,{data}")

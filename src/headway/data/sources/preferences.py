@@ -4,7 +4,7 @@ Such a row is read as several rows of chats, one for each answer, that begin ali
 histories are read as chats have them.
 """
 
-import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -12,13 +12,21 @@ from itertools import takewhile
 from typing import Any
 
 from headway.data.samples import Chat, MediaPart, Message, Preference, TextPart, unlearnt
-from headway.data.sources.json_rows import shortened, words_of
-from headway.data.sources.layouts import Layout
-from headway.data.sources.messages import rounds_as_turns, speaks_as, turns_of
-from headway.data.sources.ranked import Row, columns_of_marks, number_of, pair_of, ranked_answers
+from headway.data.sources.json_rows import json_or_words, shortened
+from headway.data.sources.messages import as_rows, rounds_as_turns, speaks_as, turns_of, words_of
 from headway.data.sources.references import KINDS
 from headway.errors import DataError
 from headway.words import Argument
+
+Row = dict[str, Any]
+
+MOST_ANSWERS = 64
+"""Answers of a row at most: each is read with the whole prompt."""
+
+_WORDS = ("response", "answer", "completion", "text", "content")  # keys of an answer in a ranked list
+_RANKS = ("rank", "ranking")  # keys of its place, 1 the best
+_RATINGS = ("overall_score", "rating", "score", "reward")  # and of its worth, the higher the better
+_ASPECTS = "annotations"
 
 _TURNS = ("messages", "conversations")  # columns of turns
 _PROMPTS = {"prompt": "completion", "question": "answer", "instruction": "output"}
@@ -29,13 +37,13 @@ _LAST_SPACE = re.compile(r"\s\S*\Z")
 _SPEECH = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")
 
 
-def _pair(fields: Row, _layout: Layout) -> list[Row]:
+def _pair(fields: Row, _names: Mapping[str, str], _marks: Sequence[Any]) -> list[Row]:
     """A chosen and a rejected answer; question and answers may stand within the column of words."""
     fields = _without(fields, "pair") | pair_of(fields["pair"]) if "pair" in fields else fields  # type: ignore[operator]
     if request := fields.get("request"):  # OpenAI's, with messages and tools
         fields = _without(fields, "request") | {"prompt": request.get("messages")}
         fields |= {"tools": request["tools"]} if request.get("tools") else {}
-    scores = [number_of(fields.get(name)) for name in _SCORES]
+    scores = [_number_of(fields.get(name)) for name in _SCORES]
     if None not in scores and scores[0] < scores[1]:  # type: ignore[operator]
         raise DataError(
             f'the row contradicts itself: "score_chosen" is {scores[0]:g} and "score_rejected" is {scores[1]:g}. '
@@ -44,25 +52,23 @@ def _pair(fields: Row, _layout: Layout) -> list[Row]:
     return _rows(_without(fields, "chosen", "rejected"), [fields["chosen"], fields["rejected"]])
 
 
-def _numbered(fields: Row, layout: Layout) -> list[Row]:
+def _numbered(fields: Row, names: Mapping[str, str], marks: Sequence[Any]) -> list[Row]:
     """Two answers side by side and a mark of the better one; an answer that ends the turns before is replaced."""
-    (first, _), (second, _), (column, _) = layout.columns
-    best, other, *sign = layout.marks
-    mark = fields["mark"] if isinstance(best, str) else number_of(fields["mark"])
+    best, other, *sign = marks
+    mark = fields["mark"] if isinstance(best, str) else _number_of(fields["mark"])
     if sign and mark is not None:  # how far the answers differ is no part of any loss
         mark = (mark > 0) - (mark < 0)
     if mark not in (best, other):
-        names = "its sign names" if sign else "it names"
         raise DataError(
-            f'"{column}" is {shortened(fields["mark"])}, but {names} the better answer: {best} for {first}, {other} '
-            f"for {second}. Leave rows out that prefer none."
+            f'"{names["mark"]}" is {shortened(fields["mark"])}, but {"its sign" if sign else "it"} names the better '
+            f"answer: {best} for {names['first']}, {other} for {names['second']}. Leave rows out that prefer none."
         )
     answers = [_own_words(fields[name]) for name in ("first", "second")]
     best_first = answers if mark == best else answers[::-1]
     return _rows(_without(fields, "first", "second", "mark"), best_first, replaces=True)
 
 
-def _rejected(fields: Row, _layout: Layout) -> list[Row]:
+def _rejected(fields: Row, _names: Mapping[str, str], _marks: Sequence[Any]) -> list[Row]:
     """A row of a chat, and beside it what is other in the rejected one: its answer, all its turns, or its media.
 
     Source: ms-swift 4.3, `TemplateInputs.from_dict`: what is not given is the chosen chat's, and an answer takes the
@@ -99,29 +105,30 @@ def _rejected(fields: Row, _layout: Layout) -> list[Row]:
     return [chosen, rejected]
 
 
-def _ranked(fields: Row, layout: Layout) -> list[Row]:
+def _ranked(fields: Row, names: Mapping[str, str], _marks: Sequence[Any]) -> list[Row]:
     """A list of answers with ranks or ratings."""
-    ((name, _),) = layout.columns
-    return _rows(_without(fields, "answers", *columns_of_marks(fields)), ranked_answers(fields, "answers", name))
+    return _rows(_without(fields, "answers", *_columns_of_marks(fields)), _ranked_answers(fields, names["answers"]))
 
 
 _ROWS = {"pair": _pair, "rejected": _rejected, "numbered": _numbered, "ranked": _ranked}
 
 
-def rows_of_answers(fields: Row, layout: Layout) -> list[Row]:
+def rows_of_answers(fields: Row, schema: str, names: Mapping[str, str], marks: Sequence[Any]) -> list[Row]:
     """Rows of chats, one for each answer, the best first.
 
     Args:
         fields: the row's columns by their roles, null ones left out.
-        layout: what they are taken for.
+        schema: of preferences.
+        names: the columns' own names, by their roles.
+        marks: values of a mark with which the first answer is better, and the second.
 
     Raises:
         DataError: the columns hold no such answers, or none that is better.
     """
-    return _ROWS[layout.schema](fields, layout)
+    return _ROWS[schema](fields, names, marks)
 
 
-def _without(fields: Mapping[str, Any], *names: str) -> Row:
+def _without(fields: Row, *names: str) -> Row:
     return {name: value for name, value in fields.items() if name not in names}
 
 
@@ -232,17 +239,15 @@ def _dialogue(words: str) -> list[Row] | None:
 def _parsed(value: Any) -> Any:
     """An answer: words as they are, a number as words, turns also of their JSON."""
     if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
-        try:
-            content = json.loads(value)
-        except (ValueError, RecursionError):
-            return value
+        content = json_or_words(value)
         turns = content if isinstance(content, list) else [content]
         is_turns = bool(turns) and all(isinstance(turn, dict) and speaks_as(turn) is not None for turn in turns)
         return content if is_turns else value
-    return words_of(value) if words_of(value) is not None else value
+    words = words_of(value)
+    return value if words is None else words
 
 
-def _turns(fields: Mapping[str, Any], column: str) -> list[Any]:
+def _turns(fields: Row, column: str) -> list[Any]:
     value = fields[column]
     if isinstance(value, str) and not value.lstrip().startswith("["):  # axolotl: a question alone
         return [{"role": "user", "content": value}]
@@ -273,6 +278,106 @@ def _styled(answer: Any, prompt: Any) -> Any:
         {names.get(key, key): value for key, value in turn.items()} if isinstance(turn, dict) else turn
         for turn in answer
     ]
+
+
+def _columns_of_marks(fields: Row) -> list[str]:
+    """Columns of ranks and ratings beside a list of answers that are words."""
+    names = (f"{name}{plural}" for name in (*_RANKS, *_RATINGS) for plural in ("s", ""))
+    return [name for name in names if isinstance(fields.get(name), list)]
+
+
+def _ranked_answers(fields: Row, name: str) -> list[str]:
+    """The answers of a ranked list, best first, without those that do not differ from the best.
+
+    Left out are answers without a rating, answers that are as good as the best, and a second answer of the same words.
+    """
+    items = _items(fields, "answers")
+    if len(items) > MOST_ANSWERS:
+        raise DataError(f'"{name}" holds {len(items):,} answers, but at most {MOST_ANSWERS} are read. Leave some out.')
+    ratings = [(rating, item) for item in items if (rating := _rating(item)) is not None]
+    ratings.sort(key=lambda pair: -pair[0])
+    answers: dict[str, float] = {}
+    for rating, item in ratings:
+        words = words_of(next((item[key] for key in _WORDS if key in item), None))
+        if words is None:
+            raise DataError(f'"{name}" holds {shortened(item)}, whose answer is not words.')
+        if not answers or rating < next(iter(answers.values())):
+            answers.setdefault(words, rating)
+    if len(answers) < 2:
+        raise DataError(
+            f'"{name}" holds {len(items)} answers, {len(ratings)} of them rated, and none is better than another. '
+            "Leave such rows out."
+        )
+    return list(answers)
+
+
+def num_left_out(fields: Row) -> int:
+    """Number of a list's answers that are not compared; 0 of a list of which nothing can be learnt.
+
+    >>> num_left_out({"answers": [{"answer": "a", "rank": 2}, {"answer": "b", "rank": 1}, {"answer": "c", "rank": 1}]})
+    1
+    """
+    try:
+        return len(_items(fields, "answers")) - len(_ranked_answers(fields, "answers"))
+    except DataError:
+        return 0
+
+
+def _items(fields: Row, column: str) -> list[Row]:
+    """Each answer of a list with its marks: of objects, of an object of lists as tables have it, or of lists beside."""
+    value = fields[column]
+    if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
+        value = json_or_words(value)
+    value = as_rows(value) if isinstance(value, dict) else value
+    if not isinstance(value, list):
+        return []
+    if all(isinstance(item, dict) for item in value):
+        return value
+    marks = next(((name, fields[name]) for name in _columns_of_marks(fields) if len(fields[name]) == len(value)), None)
+    if marks is None:
+        return []
+    name, numbers = marks
+    return [{"answer": item, name.removesuffix("s"): mark} for item, mark in zip(value, numbers, strict=True)]
+
+
+def is_ranked(fields: Row, column: str) -> bool:
+    """Tell whether a column holds answers with ranks or ratings."""
+    first = next(iter(_items(fields, column)), {})
+    marks = {*_RANKS, *_RATINGS, _ASPECTS}
+    return any(key in first for key in _WORDS) and bool(marks & first.keys())
+
+
+def pair_of(words: Any) -> Row | None:
+    """Question, chosen and rejected answer of an object within a column of words, or of its JSON; None of others."""
+    if isinstance(words, str):
+        if '"rejected"' not in words or not words.lstrip().startswith("{"):
+            return None
+        words = json_or_words(words)
+    names = ("question", "chosen", "rejected")
+    return {name: words[name] for name in names} if isinstance(words, dict) and {*names} <= words.keys() else None
+
+
+def _rating(answer: Row) -> float | None:
+    """The worth of an answer, the higher the better; None where it has none, as where a judge wrote N/A."""
+    for key in _RANKS:
+        if (rank := _number_of(answer.get(key))) is not None:
+            return -rank
+    for key in _RATINGS:
+        if (rating := _number_of(answer.get(key))) is not None:
+            return rating
+    aspects = answer.get(_ASPECTS)
+    marks = [aspect.get("Rating") for aspect in aspects.values() if isinstance(aspect, dict)] if aspects else []
+    numbers = [_number_of(mark) for mark in marks]
+    return None if not numbers or None in numbers else math.fsum(filter(None, numbers)) / len(numbers)
+
+
+def _number_of(value: Any) -> float | None:
+    """A number, also of its words; None of anything else."""
+    try:
+        number = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else math.nan
+    except (ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
 
 
 def beginning_as(chat: Chat, others: Sequence[Chat]) -> Chat:

@@ -2,11 +2,10 @@
 
 import base64
 import binascii
-import json
 import os
 import posixpath
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -15,7 +14,7 @@ from urllib.parse import unquote, unquote_to_bytes
 
 from headway.count.modalities import in_chats
 from headway.data.samples import PARTS, Media, Part
-from headway.data.sources.json_rows import shortened
+from headway.data.sources.json_rows import json_or_words, shortened
 from headway.errors import DataError
 from headway.words import Argument
 
@@ -76,6 +75,10 @@ class RowMedia:
         rules: which media may be named.
         decoded: media that were decoded before, by their words; shared where a row is read several times.
 
+    Attributes:
+        counted: kinds of which markers stand for media: the row has a column of them, or its archive has files.
+        waiting: media of each kind that wait for markers.
+
     Raises:
         DataError: a column holds something else.
     """
@@ -91,18 +94,14 @@ class RowMedia:
         self._root, self._rules = rules.root or folder, rules
         self._decoded = {} if decoded is None else decoded
         self._members = {name: Media(data=data) for name, data in (members or {}).items()}
-        self._is_archive = members is not None
         self._num_placed = dict.fromkeys(KINDS, 0)
-        self._columns = {kind for kind in KINDS if any(name in fields for name in _COLUMNS[kind])}
-        self._waiting = {kind: self._column(kind, fields) for kind in KINDS}
+        has_columns = {kind for kind in KINDS for name in _COLUMNS[kind] if name in fields}
+        self.counted = has_columns if members is None else {*KINDS}
+        self.waiting = {kind: self._column(kind, fields) for kind in KINDS}
 
-    def waits(self, kind: str) -> bool:
-        """Tell whether the row brings media of a kind for its messages' markers."""
-        return bool(self._waiting[kind])
-
-    def counts(self, kind: str) -> bool:
-        """Tell whether markers of a kind stand for media: the row has a column of them, or its archive has files."""
-        return kind in self._columns or self._is_archive
+    def rest(self, kinds: Iterable[str] = KINDS) -> tuple[Part, ...]:
+        """Media of some kinds that no marker has placed."""
+        return tuple(self.next(kind) for kind in kinds for _ in range(len(self.waiting[kind])))
 
     def next(self, kind: str) -> Part:
         """The next of the row's media, for a marker.
@@ -110,14 +109,14 @@ class RowMedia:
         Raises:
             DataError: there is none left.
         """
-        if not self._waiting[kind]:
+        if not self.waiting[kind]:
             raise DataError(
                 f"the row has {self._num_placed[kind]} of kind {kind}, but its messages hold more <{kind}> markers. "
                 f'Give every marker its {kind}, or leave the row out where that is lost; where "<{kind}>" is meant '
                 f"literally, choose {Argument('schema', 'sharegpt')}."
             )
         self._num_placed[kind] += 1
-        return PARTS[kind](self._waiting[kind].pop(0))
+        return PARTS[kind](self.waiting[kind].pop(0))
 
     def named(self, kind: str, value: Any, frames_per_s: float = FRAMES_PER_S) -> Part:
         """Media that a message names itself.
@@ -132,7 +131,7 @@ class RowMedia:
         """
         media = self._media(kind, value, frames_per_s)
         own_media = media.frames or (media,)
-        waiting = self._waiting["image" if media.frames else kind]
+        waiting = self.waiting["image" if media.frames else kind]
         waiting[:] = [
             other for other in waiting if all(other is not medium for medium in own_media)
         ]  # a member of the sample
@@ -144,7 +143,7 @@ class RowMedia:
         Raises:
             DataError: the messages hold fewer markers than the row has media.
         """
-        for kind, waiting in self._waiting.items():
+        for kind, waiting in self.waiting.items():
             if waiting:
                 total, placed = self._num_placed[kind] + len(waiting), self._num_placed[kind]
                 raise DataError(
@@ -263,12 +262,7 @@ class RowMedia:
 
 def _listed(value: Any) -> Any:
     """A column's value; a list where it is the JSON of one, as a table of text has it."""
-    if not isinstance(value, str) or not value.startswith("["):
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError):  # a name that begins so
-        return value
+    return json_or_words(value) if isinstance(value, str) and value.startswith("[") else value
 
 
 def _flat(value: Any) -> Iterator[Any]:

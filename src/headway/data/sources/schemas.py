@@ -6,20 +6,20 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headway.data.media.sizes import MediaSizes
-from headway.data.samples import Chat, Document, Media, MediaPart, Message, Origin, Part, Sample, TextPart, unlearnt
-from headway.data.sources import preferences
-from headway.data.sources.json_rows import listed, shortened, words_of
-from headway.data.sources.layouts import COLUMNS, SCHEMAS, TEXT, Layout, RowReading, reading_of
+from headway.data.samples import Chat, Document, Media, MediaPart, Message, Origin, Sample, TextPart, unlearnt
+from headway.data.sources.json_rows import listed, shortened
+from headway.data.sources.layouts import COLUMNS, DIGEST, SCHEMAS, TEXT, Layout, RowReading, reading_of
 from headway.data.sources.marks import GRADES, check_columns_of, check_words, grade_of, marked
-from headway.data.sources.messages import json_value, read_tools, read_turns
-from headway.data.sources.parts import split_markers
+from headway.data.sources.messages import json_value, read_tools, read_turns, split_markers, words_of
+from headway.data.sources.preferences import beginning_as, only_answer, preference_of, rows_of_answers
 from headway.data.sources.reader import ParsedRow
 from headway.data.sources.references import KINDS, MediaRules, RowMedia, below, kind_of
 from headway.errors import ConfigError, DataError
 from headway.words import Argument
 
-VERSION = 8
-"""Raised when rows come to be other samples, or can be used that could not be, so that no index says otherwise."""
+VERSION = f"8 {DIGEST}"
+"""Other when rows come to be other samples, or can be used that could not be, so that no index says otherwise: by the
+table of layouts, or by a number that is raised with the code."""
 
 
 @dataclass(frozen=True)
@@ -59,31 +59,32 @@ class Normaliser:
         """
         fields, reading = self.reading(row)
         layout, columns = reading.layout, reading(fields)
-        others = {} if self.columns else reading.unread(fields)  # who maps columns leaves others out on purpose
-        is_chat = layout.is_chat and not layout.is_preference
-        check_columns_of(others, is_chat=is_chat, ways=layout.mapping)
-        if not layout.is_preference:
+        # Who maps columns leaves others out on purpose.
+        asides = {} if self.columns else {name: fields[own] for own, name in reading.asides.items()}
+        if asides := {name: value for name, value in asides.items() if value is not None}:
+            check_columns_of(asides, is_chat=layout.makes == "chat", ways=layout.mapping)
+        if layout.makes != "preference":
             media = RowMedia(columns, row.members, self.folder, self.rules)
-            return self._read(layout, columns, media, origin, others)
+            return self._read(layout, columns, media, origin, asides)
         # A row of preferences is a row of a chat for each answer, with the same null columns.
         empty = {name: None for name, value in columns.items() if value is None}
         filled = {name: value for name, value in columns.items() if value is not None}
-        chat_rows = preferences.rows_of_answers(filled, layout)
+        chat_rows = rows_of_answers(filled, layout.schema, layout.names, layout.marks)
         decoded: dict[tuple[bool, str], Media] = {}
         chats: list[Chat] = []
         for chat_row in chat_rows:
             answered = empty | chat_row
             chat_reading = reading_of(answered, has_members=self._has_media(row.members))
             media = RowMedia(answered, row.members, self.folder, self.rules, decoded)
-            is_chat = chat_reading.layout.is_chat and not chat_reading.layout.is_preference
+            is_chat = chat_reading.layout.makes == "chat"
             chat = self._read(chat_reading.layout, chat_reading(answered), media, origin, {}) if is_chat else None
             if not isinstance(chat, Chat):
                 raise DataError(
                     f"the row has {layout}, of a preference, beside a document, which answers nothing. Remove it, or "
                     "give a chat."
                 )
-            chats.append(preferences.beginning_as(chat, chats))
-        return preferences.preference_of(chats, is_explicit=all("completion" in chat_row for chat_row in chat_rows))
+            chats.append(beginning_as(chat, chats))
+        return preference_of(chats, is_explicit=all("completion" in chat_row for chat_row in chat_rows))
 
     def reading(self, row: ParsedRow) -> tuple[Mapping[str, Any], RowReading]:
         """A row's columns, those that are mapped under the names that they are mapped to, and what they mean.
@@ -113,37 +114,36 @@ class Normaliser:
             return False
 
     def _read(
-        self, layout: Layout, fields: dict[str, Any], media: RowMedia, origin: Origin, others: Mapping[str, Any]
+        self, layout: Layout, fields: dict[str, Any], media: RowMedia, origin: Origin, asides: Mapping[str, Any]
     ) -> Chat | Document:
-        """A row of a chat or of a document, its columns by their roles; the others may mark turns."""
-        schema, grades = layout.schema, {name: fields[name] for name in GRADES if name in fields}
-        if role := dict(layout.columns).get("label"):
-            if asks := dict(layout.columns).get(TEXT):
-                fields |= {asks: "" if fields[asks] is None else fields[asks]}
-                if not any(map(media.waits, KINDS)) and not str(fields[asks]).strip():
-                    return Document("", origin)  # left out as an empty document
-            fields |= {role: _class(fields[role])}
+        """A row of a chat or of a document, its columns by their roles; those aside may mark turns."""
+        grades = {name: fields[name] for name in GRADES if name in fields}
+        for name, role in layout.columns:
+            if name == TEXT and layout.has_class and fields[role] is None:
+                fields[role] = ""
+            if name == TEXT and layout.has_class and not (any(media.waiting.values()) or str(fields[role]).strip()):
+                return Document("", origin)  # left out as an empty document
+            if name == "label":
+                fields[role] = _class(fields[role])
         fields = {name: value for name, value in fields.items() if value is not None}
-        if schema == "tokens":
+        if layout.schema == "tokens":
             sample: Chat | Document = Document(_token_ids(fields), origin)
-        elif schema == "text":
+        elif layout.schema == "text":
             sample = Document(self._words(fields), origin)
         else:
-            messages, grade = marked(self._messages(schema, fields, media), others), grade_of(grades)
+            messages, grade = marked(self._messages(layout.schema, fields, media), asides), grade_of(grades)
             if grade is not None:
-                messages = preferences.only_answer(messages)
+                messages = only_answer(messages)
             check_words(fields, messages)
-            sample = Chat(
-                messages, origin, read_tools(fields.get("tools")), _template_kwargs(fields), self.sizes, grade
-            )
+            tools, variables = read_tools(fields.get("tools")), _template_kwargs(fields)
+            sample = Chat(messages, origin, tools, variables, self.sizes, grade)
         media.finish()
         return sample
 
     def _messages(self, schema: str, fields: dict[str, Any], media: RowMedia) -> tuple[Message, ...]:
         # A caption is an answer to the media alone.
         if schema == "caption":
-            pictured = tuple(part for kind in KINDS for part in _all_waiting(media, kind))
-            words = self._words(fields)
+            pictured, words = media.rest(), self._words(fields)
             if not words.strip():
                 raise DataError(
                     f'"{self.columns.get(TEXT, TEXT)}" is empty, so the media have no words to learn. Delete the row.'
@@ -152,10 +152,8 @@ class Normaliser:
         # The column "system" opens every chat below; an empty one is none.
         opening = fields.get("system")
         head = (Message("system", (TextPart(opening),)),) if isinstance(opening, str) and opening else ()
-        if schema == "alpaca":
-            return head + _alpaca(fields, media)
-        if schema == "question_answer":
-            return head + _earlier(fields, media) + _question_and_answer(fields, "question", "answer", media)
+        if schema in ("alpaca", "question_answer"):
+            return head + _rounds(schema, fields, media)
         if fields.get("history"):
             raise DataError(
                 f'the row has the column "history", {shortened(fields["history"])}, which is read beside a question '
@@ -164,10 +162,9 @@ class Normaliser:
         # Columns of turns, of which sharegpt and llava name speakers by "from".
         if schema == "prompt_completion":
             turns = _prompt_completion(fields["prompt"], fields["completion"], media)
-        elif schema == "messages":
-            turns = read_turns(fields["messages"], "messages", media)
         else:
-            turns = read_turns(fields["conversations"], "conversations", media, has_markers=schema == "llava")
+            column = "messages" if schema == "messages" else "conversations"
+            turns = read_turns(fields[column], column, media, has_markers=schema != "sharegpt")
         if head and turns[0].role == "system":
             raise DataError(
                 f'the row has the column "system", {shortened(opening)}, and its first turn is another system '
@@ -220,19 +217,12 @@ def _with_leading_media(turns: tuple[Message, ...], media: RowMedia) -> tuple[Me
     Source: TRL 1.16, `prepare_multimodal_messages`; ms-swift 3.8, `Template._add_default_tags`.
     """
     first = next((number for number, turn in enumerate(turns) if turn.role == "user"), None)
-    if first is None:
+    if first is None or not any(media.waiting.values()):
         return turns
     placed = {part.kind for turn in turns for part in turn.parts if isinstance(part, MediaPart)}
-    leading = (part for kind in KINDS if kind not in placed for part in _all_waiting(media, kind))
+    leading = media.rest(kind for kind in KINDS if kind not in placed)
     question = replace(turns[first], parts=(*leading, *turns[first].parts))
     return (*turns[:first], question, *turns[first + 1 :])
-
-
-def _all_waiting(media: RowMedia, kind: str) -> list[Part]:
-    parts = []
-    while media.waits(kind):
-        parts.append(media.next(kind))
-    return parts
 
 
 def _prompt_completion(prompt: Any, completion: Any, media: RowMedia) -> tuple[Message, ...]:
@@ -250,46 +240,38 @@ def _prompt_completion(prompt: Any, completion: Any, media: RowMedia) -> tuple[M
     return unlearnt(shown) + messages[len(prompt_turns) :]
 
 
-def _alpaca(fields: dict[str, Any], media: RowMedia) -> tuple[Message, ...]:
-    """Earlier pairs of the history, then the instruction with its input on the next line, and the answer.
+def _rounds(schema: str, fields: dict[str, Any], media: RowMedia) -> tuple[Message, ...]:
+    """Earlier rounds of the column `history`, then the row's own; an instruction's input stands on the next line.
 
     Source: LLaMA-Factory 0.9, data/converter.py, AlpacaDatasetConverter.
     """
-    earlier = _earlier(fields, media)
-    more = fields.get("input")
-    if more and str(more).strip():
-        fields = fields | {"instruction": f"{_text(fields, 'instruction')}\n{_text(fields, 'input')}"}
-    return earlier + _question_and_answer(fields, "instruction", "output", media)
-
-
-def _earlier(fields: dict[str, Any], media: RowMedia) -> tuple[Message, ...]:
-    """The rounds of the column `history`, pairs of a question and its answer."""
-    history = json_value(fields.get("history") or [], "history")
+    history = json_value(fields["history"], "history") if fields.get("history") else []
     if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
         raise DataError(f'"history" is {shortened(history)}, but it must be a list of pairs [instruction, answer].')
-    return sum((_question_and_answer(dict(zip("qa", pair, strict=True)), "q", "a", media) for pair in history), ())
+    question, answer = ("instruction", "output") if schema == "alpaca" else ("question", "answer")
+    earlier = [_round(dict(zip("qa", pair, strict=True)), "q", "a", media) for pair in history]
+    if schema == "alpaca" and fields.get("input") and str(fields["input"]).strip():
+        fields = fields | {question: f"{_text(fields, question)}\n{_text(fields, 'input')}"}
+    return sum(earlier, ()) + _round(fields, question, answer, media)
 
 
-def _question_and_answer(
-    fields: dict[str, Any], question_column: str, answer_column: str, media: RowMedia
-) -> tuple[Message, ...]:
+def _round(fields: dict[str, Any], question: str, answer: str, media: RowMedia) -> tuple[Message, ...]:
     """A turn of the user and one of the assistant; a context, and media that no marker places, stand before a question.
 
     Source: SQuAD's context and question.
     """
-    words = _text(fields, question_column)
+    words = _text(fields, question)
     if str(fields.get("context") or "").strip():
         words = f"{fields['context']}\n{words}"
-    markers = {kind for kind in KINDS if media.counts(kind) and f"<{kind}>" in words}
-    shown = tuple(part for kind in KINDS if kind not in markers for part in _all_waiting(media, kind))
-    question = Message("user", shown + split_markers(words, markers, media))
-    return question, Message("assistant", (TextPart(_text(fields, answer_column)),))
+    markers = {kind for kind in KINDS if kind in media.counted and f"<{kind}>" in words}
+    parts = media.rest(kind for kind in KINDS if kind not in markers) + split_markers(words, markers, media)
+    return Message("user", parts), Message("assistant", (TextPart(_text(fields, answer)),))
 
 
 def _text(fields: dict[str, Any], column: str) -> str:
-    words = words_of(fields[column])
+    value = fields[column]
+    words = value if isinstance(value, str) else words_of(value)
     if words is None:
-        value = fields[column]
         inner = 0 if isinstance(value, list) else next(iter(value), "") if isinstance(value, dict) else ""
         way = Argument("columns", {column: f"{column}.{inner}"})
         hint = f" If a column holds several values, {way} takes one." if value else ""

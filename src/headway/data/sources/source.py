@@ -12,7 +12,7 @@ from headway.data.samples import Chat, Origin, Sample, SampleError, best_answere
 from headway.data.sources.json_rows import listed
 from headway.data.sources.layouts import TEXT
 from headway.data.sources.marks import rendered_opening, unread_keys
-from headway.data.sources.ranked import num_left_out
+from headway.data.sources.preferences import num_left_out
 from headway.data.sources.reader import Raw, Reader
 from headway.data.sources.schemas import Normaliser
 from headway.errors import DataError, foreign
@@ -78,9 +78,9 @@ class Shard:
                 continue  # told when the row is used
             unread |= unread_keys(fields, reading.roles)
             roles = reading(fields)
-            ties += num_left_out(roles, "answers") if reading.layout.schema == "ranked" else 0
+            ties += num_left_out(roles) if reading.layout.schema == "ranked" else 0
             empty += any(role in roles and roles[role] is None for role in (TEXT, "question"))
-            if reading.layout.is_chat:
+            if reading.layout.makes != "document":
                 opening = opening or rendered_opening(roles)
         notes = {
             f"{ties} answers of its first rows are left out, as good as the best, unrated or the same as another "
