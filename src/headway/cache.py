@@ -37,7 +37,8 @@ def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
         OSError: it cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    writer = f"{platform.node()}-{os.getpid()}-{threading.get_ident()}"  # others may write the same file now
+    # other processes and threads may write the same file now
+    writer = f"{platform.node()}-{os.getpid()}-{threading.get_ident()}"
     unfinished = path.with_name(f".{path.name}.{writer}")
     try:
         with unfinished.open("wb") as file:

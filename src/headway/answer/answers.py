@@ -167,7 +167,7 @@ class GenerationEval:
         for indices in self._packs:
             answers |= self._continued(indices, model, device, autocast)
         model.train(was_training)
-        pictures, self._pictures = self._pictures, []  # they are recorded once
+        pictures, self._pictures = self._pictures, []  # a picture is recorded once, so the list is emptied
         pictures += [""] * (len(self._prompts) - len(pictures))
         return [
             Answer(

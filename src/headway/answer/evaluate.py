@@ -305,5 +305,5 @@ def exact_match(
     if group is not None:
         dist.all_reduce(mistakes_N, group=group)
         samples = samples if dist.get_rank(group) == 0 else 0
-    exact = (mistakes_N[:samples] == 0).sum()  # which the first process alone counts
+    exact = (mistakes_N[:samples] == 0).sum()  # only the first process of a group counts exact samples
     return torch.stack([torch.full_like(loss, samples), exact.to(loss), loss, supervised_L.sum().to(loss)]).double()

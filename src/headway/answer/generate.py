@@ -115,7 +115,7 @@ class Generator:
         """
         torch.manual_seed(decoding.seed)
         for (media, _), group in groupby(prompts, lambda prompt: (_media_of(prompt), isinstance(prompt, Document))):
-            is_encoded = bool(media - {"image"})  # their features do not lie in rows
+            is_encoded = bool(media - {"image"})  # features of audio and video do not lie in rows
             one_by_one = is_encoded or reads_rows(self._opened.model)
             waiting, size = list(group), 1 if one_by_one else batch
             for together in (waiting[start : start + size] for start in range(0, len(waiting), size)):
@@ -128,7 +128,7 @@ class Generator:
         mask_BP = inputs.get("attention_mask", torch.ones_like(ids_BP))
         model: Any = self._opened.model
         moved = {name: self._moved(value) for name, value in inputs.items()}
-        settings: Any = GenerationConfig  # which transformers leaves untyped
+        settings: Any = GenerationConfig  # transformers leaves the class untyped
         config = settings(
             max_new_tokens=decoding.max_new_tokens,
             do_sample=decoding.temperature > 0,

@@ -194,7 +194,7 @@ def open_model(
             f"{location.path} is a reward model, which scores answers and writes none: headway evaluate compares its "
             "scores of pairs. Give a model that writes."
         )
-    # not with what packs need, unless the model's family asks it in packs too
+    # generation needs no attention over packs, unless the model's family lays out packs for it too
     if for_generation and not lays_out_packs(model.config):
         parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
         use_attention(model, "sdpa" if all(part._supports_sdpa for part in parts) else "eager")

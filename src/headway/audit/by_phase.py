@@ -14,7 +14,7 @@ from headway.devices import Peak
 from headway.integrations.rl import TRAINERS, TrainerPhases
 from headway.words import Argument
 
-_MOST_SAMPLES, _MOST_TOKENS = 1_000_000, 10**8  # of a step, and of a sample: more is no number of a log's
+_MOST_SAMPLES, _MOST_TOKENS = 1_000_000, 10**8  # bounds of a step and of a sample; no log has larger numbers
 _ANY_PEAK = Peak("not stated", 1.0, "", "not stated")
 
 
@@ -25,7 +25,7 @@ class PhaseRow:
     step: int
     phase: str  # the trainer's name of it; "rest" for what none claims
     seconds: float
-    share: float  # of the step's time, a fraction
+    share: float  # fraction of the step's time
     printed_mfu: float | None  # fraction
     printed_flops_per_s: float | None  # FLOP/s of one device
     # useful FLOPs of all devices together, at least and at most; None where the log does not tell lengths. The same

@@ -28,7 +28,7 @@ _NONE = 2e-5  # a factor this close to 1 is left out
 class Factor:
     """One reason why a reported number differs from the useful one."""
 
-    name: str  # such as "document mask"
+    name: str  # name of the reason, such as "document mask"
     ratio: float  # reported over useful that it explains
     meaning: str  # one line
 
@@ -63,7 +63,7 @@ def factors(convention: Convention, model: Architecture, step: Step, trained: Ar
         if convention.scope == "rows":
             by_token.add("attention")
         if convention.name in {"6nd", "palm", "torchtitan-2025-12-vlm"}:
-            by_token.add("vision")  # these bill the tower per text token
+            by_token.add("vision")  # these rules bill the tower per text token
         return {name: value * (share if name in by_token else 1.0) for name, value in parts.items()}
 
     # First the tokens: from positions of whole rows to slots, and from slots to real tokens, as `useful` counts them.

@@ -355,8 +355,8 @@ def _seconds(stamp: re.Match[str]) -> float:
 class Format:
     """A tool's lines."""
 
-    tool: str  # who writes them
-    lines: str  # what they look like
+    tool: str  # name of the tool that writes the lines
+    lines: str  # description of the lines
     conventions: tuple[str, ...]  # the rules that it has used, newest first
     read_rows: Callable[[Sequence[str], Counter[str]], Iterator[LogRow]]  # finds the rows in the lines of one process
     whole_job: bool = False  # whether rates are those of all devices together
@@ -485,7 +485,7 @@ _OWN = re.compile(r'\{"schema_version": \d+, "kind": "')
 
 def is_log(lines: Sequence[str]) -> bool:
     """Tell whether some other tool's reader finds a step in these lines; Headway's own records are none."""
-    if lines and _OWN.match(lines[0]):  # which name their MFU as other tools do
+    if lines and _OWN.match(lines[0]):  # Headway's own records name their MFU as other tools do
         return False
     return any(next(iter(form.read_rows(lines, Counter())), None) is not None for form in FORMATS)
 

@@ -71,7 +71,7 @@ def identify(
         LogError: no rule explains the numbers; the message says what they imply and which rules come nearest.
     """
     peak = common(_implied_peaks(log)) or hull(_implied_peaks(log))
-    # Where rows print FLOP/s beside tokens/s, their ratio is what the rule bills per token.
+    # The ratio of a row's FLOP/s and tokens/s is what the rule bills per token.
     implied = _implied_per_token(log, seq_len, num_ranks)
     if not implied:
         return _by_format(log, model, step_of, seq_len, num_ranks, peak)
@@ -184,7 +184,7 @@ def _by_format(
         peak, ranks = _peak_from_share(log, first, num_ranks)
         fits = tuple(Fit(fit.convention, fit.seq_len, fit.flops_per_token, ranks) for fit in candidates)
         nominal = nominal_peak(peak, log)
-        # what the tool bills, if it divides by the one peak of its table that fits
+        # FLOPs per token that the tool bills, if it divides by the one peak of its table that fits
         is_of_table = peak is not None and nominal is not None and log.tool != "nanoGPT"
         implied = Interval(nominal or 0, nominal or 0) * first.flops_per_token / peak if peak and is_of_table else None
         return Identification(fits[0] if peak and len(fits) == 1 else None, fits, (), implied, peak, nominal)
@@ -194,7 +194,7 @@ def _by_format(
 def _peak_from_share(log: Log, fit: Fit, num_ranks: int | None) -> tuple[Interval | None, int | None]:
     """Find the peak that MFU and tokens/s imply under a rule; over the job's size too, where that is not known."""
     if log.tool == "nanoGPT":
-        return Interval(312e12, 312e12), num_ranks  # its source divides by an A100, whatever the device
+        return Interval(312e12, 312e12), num_ranks  # nanoGPT's source divides by an A100, whatever the device
     shares = [
         row.tokens_per_s.range * fit.flops_per_token / row.mfu.range
         for row in log.rows

@@ -19,7 +19,7 @@ from headway.words import Argument
 
 _JSON = re.compile(r'\s*\{\s*"')
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-_PROCESS = re.compile(r"^\[(?:rank|default)(\d+)\]:")  # as torchrun's --tee and torchtitan's LOG_RANK put it
+_PROCESS = re.compile(r"^\[(?:rank|default)(\d+)\]:")  # prefix of a line by torchrun's --tee or torchtitan's LOG_RANK
 # logs of known tools that hold no rate, and what to give instead
 _WITHOUT_RATES = (
     (
@@ -224,7 +224,7 @@ def _start(history: list[Mapping[str, Any]], steps: int) -> int:
 def _own_records(text: str) -> Log | None:
     """Read a metrics.jsonl that Headway wrote, in useful FLOPs already; give None for any other file."""
     rows, skipped, changes = [], Counter[str](), list[RecordBasis]()
-    # What is no step is counted, so that a reader sees why lines are missing.
+    # Lines that are no step are counted, so that a reader sees why they are missing.
     for line in text.splitlines():
         if not line.strip():
             continue

@@ -27,19 +27,19 @@ class Audit:
     """A log, identified and restated."""
 
     log: Log  # rows of one device
-    identified: Identification  # which rule and peak explain it
+    identified: Identification  # rule and peak that explain the log
     step: Step | None  # the work that a row stands for; None for Headway's own records, which counted theirs
     rows: tuple[RestatedRow, ...]  # restated
     # the peak below useful MFU [FLOP/s of one device]; None where nothing says
     peak_flops_per_s: float | None
-    peak_source: str  # where that peak comes from
+    peak_source: str  # source of that peak
     reported_mfu_mean: float | None  # time-weighted mean as printed; None where the log prints none
     useful_mfu_mean: float | None  # time-weighted mean in `useful`
     factors: tuple[Factor, ...]  # reported over useful, attributed; they multiply to `ratio`
     ratio: float | None  # reported over useful mean; of FLOPs where the log prints no MFU; None where no rule is known
     warnings: tuple[str, ...]  # numbers that cannot be right, with likely causes
     notes: tuple[str, ...]  # remarks on the numbers
-    phases: tuple[PhaseRow, ...] = ()  # of the steps of a trainer that generates
+    phases: tuple[PhaseRow, ...] = ()  # steps by phase, for a trainer that generates
 
     @property
     def fit(self) -> Fit | None:

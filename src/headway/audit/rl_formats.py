@@ -157,7 +157,7 @@ def nemo_rl_steps(lines: Iterable[str]) -> Iterator[PhasedStep]:
         values = {name: float(match[1]) for name, match in matches if match}
         times = {match[1]: float(match[2]) for line in block if (match := _NEMO_TIME.search(line))}
         if "step_s" not in values or not {"generation", "exposed_generation"} & times.keys():
-            continue  # of supervised training, or cut off
+            continue  # the block is of supervised training, or cut off
         answer, sample = values.get("answer"), values.get("sample")
         per_device, job = values.get("tokens_per_s_per_device"), values.get("tokens_per_s")
         rate = values.get("samples_per_s")

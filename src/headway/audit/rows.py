@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
-STEP_NUMBER = r"(\d{1,18})"  # of 64 bits; more digits are no number of a step
+STEP_NUMBER = r"(\d{1,18})"  # a number of 64 bits; more digits are no number of a step
 NUMBER = r"([0-9][0-9,]*(?:\.[0-9]+)?)"
 """A step's number and any other in a log, as patterns with a group."""
 
@@ -111,7 +111,7 @@ class LogRow:
     step_s: Reading | None = None  # time of the step [s]
     tokens: Reading | None = None  # token positions of the step on one device
     sequences: int | None = None  # sequences of the step, all devices together
-    stamp_s: float | None = None  # when the line was written [s]
+    stamp_s: float | None = None  # time at which the line was written [s]
     memory_share: float | None = None  # peak memory / the device's, a fraction
 
 
@@ -130,14 +130,14 @@ class PhasedStep:
 
     step: int  # number of the step
     trainer: str  # key of `headway.integrations.rl.TRAINERS`
-    times: Mapping[str, float]  # of its phases, and of the step, by the trainer's names [s]
+    times: Mapping[str, float]  # time of each phase and of the step, by the trainer's names [s]
     prompt: LengthSpread | None = None
     answer: LengthSpread | None = None
-    tokens: int | None = None  # of prompts and answers together, all devices
+    tokens: int | None = None  # tokens of prompts and answers together, all devices
     num_samples: int | None = None
     num_devices: int | None = None
-    mfu: Mapping[str, float] = field(default_factory=dict)  # as printed, by phase, a fraction
-    flops_per_s: Mapping[str, float] = field(default_factory=dict)  # as printed, by phase [FLOP/s of one device]
+    mfu: Mapping[str, float] = field(default_factory=dict)  # MFU as printed, by phase; a fraction
+    flops_per_s: Mapping[str, float] = field(default_factory=dict)  # rate as printed, by phase [FLOP/s of one device]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ class RecordBasis:
 
     convention: str  # rule that counted their FLOPs, such as "useful/1"
     peak_flops_per_s: float | None  # peak below their MFU [FLOP/s of one device]; None where the run knew none
-    peak_source: str  # where that peak comes from
+    peak_source: str  # source of that peak
     num_ranks: int  # devices of the job
 
 
@@ -154,17 +154,18 @@ class RecordBasis:
 class Log:
     """A tool's log."""
 
-    tool: str  # who wrote it
+    tool: str  # name of the tool that wrote the log
     conventions: tuple[str, ...]  # the rules that this tool has used, newest first
     rows: tuple[LogRow, ...]  # in the order of the file
     whole_job: bool = False  # whether tokens/s (and FLOP/s, if any) are those of all devices together
     smoothed: bool = False  # whether its MFU is a running mean, so that a row does not stand for its own step
-    # what Headway's own records say, whose FLOP/s are useful already; None for another tool's log
+    # basis of Headway's own records, which count useful FLOPs already; None for another tool's log
     recorded: RecordBasis | None = None
-    skipped: Mapping[str, int] = field(default_factory=dict)  # why lines that look like steps are no rows -> how many
+    # number of lines that look like steps and are no rows, by reason
+    skipped: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()  # remarks on its numbers
     counted: Counted = "billed"  # token positions that its tokens/s, or its sequences, are of
-    phased: tuple[PhasedStep, ...] = ()  # its steps by phase, of a trainer that generates
+    phased: tuple[PhasedStep, ...] = ()  # steps by phase, for a trainer that generates
 
 
 def per_device(log: Log, num_ranks: int) -> Log:

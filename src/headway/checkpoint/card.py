@@ -24,7 +24,7 @@ from headway.report import Column, format_count, format_duration, format_rate, f
 from headway.report.markdown import markdown_code, markdown_table, markdown_text
 
 FILE_NAME = "README.md"
-_ON_HUB = "hf://datasets/"  # as fsspec names a dataset of the Hub, with OWNER/NAME[@REVISION]/FILE behind it
+_ON_HUB = "hf://datasets/"  # prefix by which fsspec names a dataset of the Hub; OWNER/NAME[@REVISION]/FILE follows
 _SHOWN = {  # settings that are in a card where they are set, beside those that are changed; none of them is a path
     "model": ["freeze", "lora", "base", "new_tokens", "new_special_tokens"],
     "data": ["tokens_per_pack", "patches_per_pack", "samples_per_pack", "strategy", "overlong", "seed",

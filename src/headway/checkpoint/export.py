@@ -48,7 +48,7 @@ from headway.words import Argument
 
 MAX_FILE_BYTES = 5 * 10**9
 WHOLE, ADAPTERS = "model", Path(ADAPTER_WEIGHTS).stem
-_LAYER = re.compile(r"(.*?\.\d+)\.")  # as far as the first number: model.layers.7
+_LAYER = re.compile(r"(.*?\.\d+)\.")  # name up to its first number: model.layers.7
 
 
 @dataclass(frozen=True)
@@ -288,7 +288,8 @@ class _WeightFiles:
         for name, tensor in tensors.items():
             if self._open and self._open_bytes + tensor.nbytes > self._max_bytes:
                 self._write()
-            self._open[name] = tensor.clone(memory_format=torch.contiguous_format)  # of a layer, only what is kept
+            # a copy, so that no more of its layer stays in memory
+            self._open[name] = tensor.clone(memory_format=torch.contiguous_format)
             self._open_bytes += tensor.nbytes
             self._total_numel += tensor.numel()
 

@@ -23,11 +23,11 @@ from headway.log.run_files import MANIFEST
 from headway.stores import place, size_of, url_of
 
 POSITION, MODEL, INDEX = "position.json", "model", ".metadata"
-# What position.json has besides the place in the data.
+# Keys of position.json besides the place in the data.
 SKIPPED, DIGEST, CHAIN, RESUMES = "skipped_in_a_row", "samples_digest", "samples_chain", "resumes"
 BEST = "best_evaluation"
 JUDGES_AVERAGE = "judges_average"  # whether evaluations judge the moving average of the weights
-OBJECTIVE = "objective_digest"  # of the file of a user's own objective
+OBJECTIVE = "objective_digest"  # digest of the file with a user's own objective
 _LAST = (MANIFEST, "config.json", "adapter_config.json")  # files sent last: of a checkpoint, a model, adapters
 SCHEMA_VERSION = 2
 _STEP_FOLDER = re.compile(r"step-(\d{6,18})")

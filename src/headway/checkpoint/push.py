@@ -21,10 +21,11 @@ from headway.errors import HubError, UsageError, first_line
 from headway.models.lora import ADAPTER_CONFIG
 from headway.words import Argument
 
-_HttpError: type[Exception] = HfHubHTTPError.__bases__[0]  # of httpx or httpx2, whichever the client is built on
+# base class of httpx or httpx2, whichever the client is built on
+_HttpError: type[Exception] = HfHubHTTPError.__bases__[0]
 _QUESTION_S, _SENDING_S = 30.0, 600.0  # silence of the Hub after which a question, or a file, is given up [s]
 _NUMBERED = r"(-\d{5}-of-\d{5})?"
-# What an export writes: the card, weights, settings, tokenizer and processor.
+# Files of an export: the card, weights, settings, tokenizer and processor.
 _EXPORTED = re.compile(
     rf"README\.md|(adapter_)?model{_NUMBERED}\.safetensors(\.index\.json)?"
     r"|((generation_|adapter_|processor_|preprocessor_|video_preprocessor_|tokenizer_)?config|tokenizer"
@@ -165,7 +166,7 @@ def _hub_errors(name: str, way_on: str, silence_s: float = _QUESTION_S) -> Itera
     try:
         yield
     except (HfHubHTTPError, _HttpError, OSError, RuntimeError, ValueError) as error:
-        cause: BaseException = error  # where the client sends files side by side, the error of one is behind its own
+        cause: BaseException = error  # a client that sends files side by side puts the error of one behind its own
         while not isinstance(cause, _HttpError) and cause.__cause__ is not None:
             cause = cause.__cause__
         raise HubError(f"{_reason(cause, name)} {way_on}") from error

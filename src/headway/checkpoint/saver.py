@@ -168,7 +168,7 @@ class CheckpointSaver:
         self._asynchronous = asynchronous
         self._copies = HostCopies()  # the checkpoint before is written when the next one is copied
         self._in_flight: futures.Future[Checkpoint] | None = None
-        self._writer: threading.Thread | None = None  # of the checkpoint in flight
+        self._writer: threading.Thread | None = None  # thread that writes the checkpoint in flight
         self._last: Checkpoint | None = None
 
     def save(self, step: int, contents: Contents, *, goes_on: bool = True) -> None:

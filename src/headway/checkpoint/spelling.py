@@ -29,7 +29,7 @@ _VOCABULARIES = (
     "spiece.model",
     "sentencepiece.bpe.model",
 )
-# What transformers 5 has in one file, by the file of its own that it was in.
+# Keys of transformers 5's one file, by the file that each was before.
 _PROCESSOR = "processor_config.json"
 _PARTS = {
     "preprocessor_config.json": ("image_processor", "feature_extractor"),

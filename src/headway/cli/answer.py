@@ -121,7 +121,7 @@ class _Talk:
 
     def show(self, kind: str, path: str) -> None:
         """Let a file wait for the next question."""
-        path = path.strip("'\"")  # as a file manager drops it
+        path = path.strip("'\"")  # quotes that a file manager puts around a dropped file
         if not Path(path).expanduser().is_file():
             raise DataError(f"There is no {kind} {path!r}. Give the path of a file.")
         self._waiting.append((kind, str(Path(path).expanduser())))
@@ -290,7 +290,7 @@ def read_prompts(source: str) -> "list[Asked]":
     samples = read_samples(source)
     if not samples:
         raise DataError(f"{source} holds no rows, so there is nothing to answer.")
-    texts = map(best_answered, samples)  # of several answers the best is gold
+    texts = map(best_answered, samples)  # the best of several answers is the gold answer
     return [question_of(sample) if isinstance(sample, Chat) else (sample, None) for sample in texts]
 
 

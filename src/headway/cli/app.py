@@ -48,7 +48,7 @@ _NO_MEMORY_MESSAGE = (
     "there was not enough memory. Give a smaller file, model or pack, or a machine with more; a small file may be long "
     f"once it is unpacked. {DEBUG_VARIABLE}=1 shows where this came up."
 )
-_ERROR_WIDTH = 120  # where stderr is no terminal, which has its own
+_ERROR_WIDTH = 120  # width of an error where stderr is no terminal [characters]
 
 app = typer.Typer(
     name="headway",
@@ -84,7 +84,7 @@ app.command("evaluate", short_help="Judge a model on held-out samples, as eval i
 app.command("config", short_help="Print every setting of `headway train`.")(config.config)
 app.command("export", short_help="Make a model folder of a checkpoint.")(convert.export)
 app.command("demo", short_help="Train a small model to read handwritten digits.")(demo.demo)
-for _commands in hooks_of_all("commands"):  # of installed families
+for _commands in hooks_of_all("commands"):  # commands of installed families
     for _name, _function in _commands.items():
         app.command(_name, short_help=_function.__doc__.partition("\n")[0])(_function)
 for _command in app.registered_commands:

@@ -148,7 +148,7 @@ def audit(
 
 def _log_text(path: Path) -> str:
     try:
-        if path.name == METRICS:  # of a run's folder; a log that a user names may come from a pipe
+        if path.name == METRICS:  # a run's folder may be a stranger's; a log that a user names may come from a pipe
             check_plain(path)
         return read_text(path, errors="replace")
     except OSError as error:

@@ -67,7 +67,8 @@ def _shown(name: str | None) -> "Iterator[tuple[Setting, str]]":
     from headway.config import TrainConfig
     from headway.config.tree import inner_prefix, settings_of
 
-    places_by_name: dict[tuple[str, str], list[str]] = {}  # of each last part of a name and meaning, where it was told
+    # prefixes of the settings that share a last part and a meaning
+    places_by_name: dict[tuple[str, str], list[str]] = {}
 
     def below(section: Any, prefix: str) -> "Iterator[tuple[Setting, str]]":
         settings = settings_of(section, prefix)
@@ -153,7 +154,7 @@ def _lines(shown: "tuple[Setting, str]", width: int) -> "Iterator[str]":
 
 def _page() -> str:
     lines = [_HEAD]
-    explained: dict[tuple[str, str], str] = {}  # where a meaning of a setting's last word stood first
+    explained: dict[tuple[str, str], str] = {}  # first setting with a last word and meaning
     for setting, note in _shown(None):
         if "." not in setting.name:
             lines += [f"\n## {setting.name}\n", f"{setting.meaning}\n", "| setting | value | default | meaning |"]

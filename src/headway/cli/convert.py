@@ -104,7 +104,7 @@ def export(
     chosen = None if dtype is None else getattr(torch, dtype.value)
     with working(f"writing the model after step {checkpoint.step:,}"):
         is_average = write(checkpoint, folder, dtype=chosen, average=ema, merge_adapters=merge_lora)
-    # What was written: adapters alone, unless merged; a card, if the run left records.
+    # The export is adapters alone, unless they are merged; it has a card if the run left records.
     here = fetch(folder, lambda name: repo is not None or not name.endswith(".safetensors"))
     what = "the adapters" if (here / "adapter_config.json").is_file() else "the model"
     has_card = (here / CARD).is_file()

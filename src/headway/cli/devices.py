@@ -129,7 +129,7 @@ def _text(device: "Device") -> str:
         ("", f"{rate / 1e12:,.6g} {_unit(dtype)} in {dtype} if accumulated in fp16, which frameworks do not do")
         for dtype, rate in device.fp16_accumulate_flops_per_s.items()
     ]
-    # What the vendor states, each left out where it does not.
+    # The vendor's figures; a figure that the vendor does not state is left out.
     if device.memory_bytes is not None:
         pairs.append(("memory", f"{_optional(device.memory_bytes, 1e9)} GB"))
     if device.memory_bytes_per_s is not None:
@@ -145,7 +145,7 @@ def _text(device: "Device") -> str:
         pairs.append(("network", f"{_optional(device.network_bytes_per_s, 1e9)} GB/s to other nodes, one way"))
     if device.link_source is not None:
         pairs += _wrapped("links from", device.link_source)
-    # Where the figures come from, and who prints others.
+    # Sources of the figures, and sources that disagree.
     pairs += _wrapped("source", device.source)
     pairs.append(("read on", device.read_on.isoformat()))
     for text in device.disagreements:

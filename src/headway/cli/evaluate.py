@@ -79,7 +79,8 @@ def evaluate(
     config = load_config(location.run / CONFIG) if location.run is not None else None
     samples = _samples(data, config, max_samples)  # a typo is told before a model is read
     where, precision = opened.chosen_device(RunConfig(folder=Path(), device=opening.device))
-    if config is not None and (config.run.dtype == "float32") == (where.type == "cpu"):  # as the run, where that can be
+    # the run's precision, if the device allows it
+    if config is not None and (config.run.dtype == "float32") == (where.type == "cpu"):
         where, precision = opened.chosen_device(RunConfig(folder=Path(), device=opening.device, dtype=config.run.dtype))
     ranks = join_ranks(where)
     with working(f"opening {model}"):

@@ -14,7 +14,7 @@ from headway.report import presentable
 from headway.report.terminal import coloured, width_of, wrapped
 from headway.version import install_command
 
-SCHEMA_VERSION = 1  # of every object that --json prints
+SCHEMA_VERSION = 1  # version of every object that --json prints
 
 
 def print_result(record: Callable[[], Mapping[str, Any]], text: Callable[[], str], *, as_json: bool) -> None:

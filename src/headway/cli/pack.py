@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 Name = TypeVar("Name", bound=str)
 
-_BINS, _FILLS = 60, 401  # of a plot
+_BINS, _FILLS = 60, 401  # bins of a plot's histogram, and points of its curves
 TEXT_MODEL, IMAGE_MODEL = "qwen2.5-7b", "qwen2.5-vl-7b"
 """Whose costs balance lengths for which no model is named."""
 
@@ -124,7 +124,7 @@ def pack(
         measured = [measure(plan, ranks) for plan in plans]
     if plot is not None:
         _draw(plot, planned.tokens, {report.strategy: fill for report, fill in measured}, budget)
-    # What was asked for, and what each strategy reached.
+    # The record holds the settings and the results of each strategy.
     settings = {
         "model": name,
         "model_given": model is not None,

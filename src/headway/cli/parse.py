@@ -18,8 +18,8 @@ from headway.report.quantity import MONEY, advice, parse_number
 from headway.words import RUN_KEYS, Options, Words
 
 _MAX_ITEMS = 10_000_000
-_MAX_DIGITS = 18  # what any number of 64 bits has room for
-_MAX_RANK = 2**16  # as model.lora.rank
+_MAX_DIGITS = 18  # every number of 18 digits fits 64 bits
+_MAX_RANK = 2**16  # limit of model.lora.rank
 _SEGMENT = re.compile(r"([0-9][^*]*)(?:\*([0-9][^*]*))?")
 _EXAMPLES = {
     "--segments": "--segments 4096*3,512",
@@ -399,7 +399,7 @@ def _plain(arguments: list[str], options: dict[str, _Kind]) -> list[str]:
 def _number(option: str, text: str, kind: _Kind) -> str:
     number = parse_number(text, kind.unit, whole=kind.is_whole)
     if number is None and not kind.is_whole and text.strip().lower() in _NOT_FINITE:
-        return text  # which the commands themselves refuse, each with what it needs
+        return text  # the commands refuse such a number themselves, each with what it needs
     if number is None or (kind.is_whole and not isinstance(number, int)):
         what = "a whole number" if kind.is_whole else "a number"
         way_out = advice(text[:40], kind.unit, whole=kind.is_whole)

@@ -27,7 +27,7 @@ from headway.report.page import render
 PORT = 8484  # the same every time, for a tunnel or a bookmark
 REFRESH_S = 5
 _HOST = "127.0.0.1"
-_WORK_SHARE = 0.1  # of the time goes to making pages at most: the run itself may train on this machine
+_WORK_SHARE = 0.1  # largest share of the time for making pages: the run itself may train on this machine
 _OWN_NAMES = re.compile(r"(localhost|127\.0\.0\.1)(:[0-9]{1,5})?", flags=re.IGNORECASE)
 
 
@@ -64,7 +64,7 @@ class _Handler(BaseHTTPRequestHandler):
     """Answers one request."""
 
     server_version, sys_version = "headway", ""
-    timeout = 5  # of a reader that sends nothing of its request, or takes nothing of its answer [s]
+    timeout = 5  # longest wait for a reader that sends no request, or takes no answer [s]
 
     def __init__(self, live: LivePage, *arguments: Any) -> None:
         self._live = live

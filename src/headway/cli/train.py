@@ -24,7 +24,7 @@ ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML fil
 
 
 def _compared(context: typer.Context, assignments: list[str] | None) -> list[str] | None:
-    if assignments and not context.resilient_parsing:  # as where a shell asks how half a line goes on
+    if assignments and not context.resilient_parsing:  # a shell that completes half a line parses resiliently
         from headway.config.read import without_effect
 
         for clause in without_effect(assignments):
@@ -135,7 +135,7 @@ def train(
 
     overrides: tuple[str, ...] = tuple(settings or ())
     later: tuple[str, ...] = ()
-    if scale_down:  # what says what is shrunk goes before, the rest on top
+    if scale_down:  # settings of what is shrunk come before the scaling, the rest on top
         shrinking = ("model.path=", "run.folder=", "run.device=", "plan.")
         later = tuple(override for override in overrides if not override.startswith(shrinking))
         overrides = tuple(override for override in overrides if override.startswith(shrinking))
@@ -177,7 +177,7 @@ def find_inputs(config: "TrainConfig") -> None:
     from headway.hub import EXPORTS, located
 
     located(config.model.path)
-    if Path(config.model.path).parent.name == EXPORTS:  # of a run, which may have been named by its folder
+    if Path(config.model.path).parent.name == EXPORTS:  # a run's model may have been named by the run's folder
         say(f"model {config.model.path}", on_stderr=True)
     find_data(config)
 
@@ -206,8 +206,8 @@ def print_summary(summary: "RunSummary", *, as_json: bool) -> None:
     """
     from headway.models.parallel.ranks import own_rank
 
-    if own_rank() == 0:  # of all processes of a run, the first one speaks
+    if own_rank() == 0:  # the first process speaks for all processes of a run
         print_result(summary.to_dict, summary.as_table, as_json=as_json)
     sys.stdout.flush()
-    if not summary.is_complete and summary.stopped_by == signal.SIGINT:  # who sends SIGTERM expects 0
+    if not summary.is_complete and summary.stopped_by == signal.SIGINT:  # the sender of SIGTERM expects 0
         raise typer.Exit(INTERRUPTED)

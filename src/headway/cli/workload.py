@@ -153,7 +153,7 @@ class WorkloadOptions:
                 "--segments is missing, so there is nothing to count. Give the lengths of the step's segments in "
                 "tokens, those of images and videos included, for example --segments 4096*3,512."
             )
-        # What was typed, read by the function that stands in the row's type; numbers need none.
+        # The function in a value's annotation reads what was typed; numbers need none.
         values: dict[str, Any] = {name: parse_media(name, text) for name, text in self.media.items()}
         for name, hint in get_type_hints(WorkloadOptions, include_extras=True).items():
             value = getattr(self, name)
@@ -221,9 +221,7 @@ def samples_in_turn(cost_model: "CostModel", work: WorkloadOptions) -> "LengthTa
     if segments is None:
         for name, grids in by_kind.items():
             needed = sum(t * h * w for t, h, w in grids) // cost_model.merge_group
-            cost_model.count(
-                Workload([needed], images=grids)
-            )  # of a model without a tower that is the first thing to tell
+            cost_model.count(Workload([needed], images=grids))  # refuses a model without a tower first
             raise WorkloadError(
                 f"{name} {kinds[name][:80]} says what the samples' pictures are, and nothing how long the samples are: "
                 f"give --segments too, the tokens of pictures included; these take {format_count(needed)} tokens."

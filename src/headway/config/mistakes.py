@@ -21,9 +21,9 @@ _BOUNDS = {
 """Pydantic's names of limits, in words."""
 _NOUNS = ("whole number", "number", "text", "path", "list", "mapping")
 _UP_TO_ONE = re.compile(r"(at most|below) 1(?![\d,.e])")
-_NEAR = 0.75  # of 1, which is equal letter by letter; below it a guess misleads more often than it helps
-_FAR = 0.85  # likewise, in another section, of names of at least
-_LONG = 5  # letters
+_NEAR = 0.75  # least likeness of a guess; 1 is the same letters, and a guess below this bound misleads
+_FAR = 0.85  # least likeness of a guess in another section
+_LONG = 5  # shortest name with a guess in another section [letters]
 
 
 def mistake_clause(error: Mapping[str, Any], root: type[BaseModel]) -> str:
@@ -50,7 +50,7 @@ def mistake_clause(error: Mapping[str, Any], root: type[BaseModel]) -> str:
         return f"{name!r} is required" + (example or meaning)
     value = error.get("input")
     if error["type"] == "value_error":
-        message = str(error["ctx"]["error"])  # of the check itself
+        message = str(error["ctx"]["error"])  # message of the check itself
         if isinstance(value, dict | list):
             return f"{name}: {message}" if name else message
         return f"{name} = {value!r}: {message[:1].lower()}{message[1:]}{meaning}"
@@ -108,7 +108,7 @@ def hint_for(name: str, allowed: Iterable[str], root: type[BaseModel]) -> str | 
     everywhere: dict[str, list[str]] = {}
     for setting in walk(root):
         everywhere.setdefault(setting.name.rpartition(".")[2], []).append(setting.name)
-    # Of equal names those that lie highest: data.seed and run.seed, but not that of each dataset.
+    # The highest of settings with equal names: data.seed and run.seed, but not the seed of each dataset.
     highest = {
         last: [
             setting_name

@@ -443,7 +443,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
     """Refuses a mapping that has a key twice; PyYAML itself lets the last one win without a word."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        # As it is composed, before `<<` lays other mappings into it, whose keys it may well have too.
+        # Keys are read before `<<` lays other mappings into this mapping, which may repeat its keys.
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
         lines: dict[tuple[str, str], int] = {}
         for key, _ in node.value:
@@ -489,7 +489,7 @@ def load_yaml(text: str) -> Any:
 def _num_values(node: yaml.Node, counts: dict[int, int]) -> int:
     """Count the values below a node, those of an alias as often as it stands."""
     if id(node) not in counts:
-        counts[id(node)] = 1  # of a node that holds itself, while it is counted
+        counts[id(node)] = 1  # a node that holds itself finds this count
         if isinstance(node, yaml.CollectionNode):
             below = [part for entry in node.value for part in (entry if isinstance(entry, tuple) else (entry,))]
             counts[id(node)] += sum(_num_values(part, counts) for part in below)

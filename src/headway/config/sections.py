@@ -77,7 +77,8 @@ def _as_meant(value: Any, annotation: Any, unit: str) -> Any:
             return [_as_meant(item, get_args(kind)[0], unit) for item in value]
         if is_sequence and scalar and get_args(kind)[-1] is Ellipsis:
             return [_as_meant(value, get_args(kind)[0], unit)]
-        # Of sections that may be absent: an adapter's rank, the first step of a profile.
+        # A scalar sets the one required key of a section that may be absent: an adapter's rank, the first step of a
+        # profile.
         if scalar and kind is not annotation and isinstance(kind, type) and issubclass(kind, Section):
             required = [name for name, info in kind.model_fields.items() if info.is_required()]
             return {required[0]: value} if len(required) == 1 else value

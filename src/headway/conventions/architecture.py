@@ -87,7 +87,7 @@ class Architecture:
     """A model's numbers; sizes in features."""
 
     name: str
-    model_type: str  # of the configuration, e.g. "qwen3_moe"; tools choose their formula by it
+    model_type: str  # type in the configuration, e.g. "qwen3_moe"; tools choose their formula by it
     hidden: int  # width of the residual stream
     layers: int  # decoder layers
     heads: int  # query heads
@@ -113,9 +113,9 @@ class Architecture:
     mla: Mla | None = None  # multi-head latent attention, if any
     delta: DeltaRule | None = None  # layers of the gated delta rule, if any
     vision: Vision | None = None  # the vision tower, if any that the tools' formulas can express
-    cost_model: CostModel | None = None  # where parameter groups and exact costs come from, if any
-    unread: str = ""  # why formulas of sizes have no number for the model, "" where they have
-    unread_tower: str = ""  # why its vision tower is in no formula, "" where it is, or there is none
+    cost_model: CostModel | None = None  # source of parameter groups and exact costs, if any
+    unread: str = ""  # reason why formulas of sizes have no number for the model; "" if they have one
+    unread_tower: str = ""  # reason why the vision tower is in no formula; "" if it is in one, or there is none
     # the configuration itself, for what one tool alone looks at in it
     config: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 

@@ -70,17 +70,17 @@ class Bill:
     flops: Number | None  # FLOPs of the step, all devices together; None where the convention cannot express the model
     parts: Parts = field(default_factory=dict)  # the sum's terms by `PARTS`; empty where there is no number
     tokens: int = 0  # token positions that it charges for
-    reason: str = ""  # why there is no number, "" where there is one
-    note: str = ""  # what is left out of the number though its tool may bill it, "" for nothing
+    reason: str = ""  # reason why there is no number; "" if there is one
+    note: str = ""  # part that the number leaves out though its tool may bill it; "" for none
 
 
 @dataclass(frozen=True, slots=True)
 class Convention:
     """A named rule for what is counted."""
 
-    name: str  # such as "torchtitan"
+    name: str  # name of the rule, such as "torchtitan"
     version: str  # a number for our own rules, else the date of the code that was read
-    tool: str  # whose peak rule divides it (`tool_peaks`), "" for the datasheet
+    tool: str  # tool whose peak rule divides the number (`tool_peaks`); "" for the datasheet
     why: str  # one line on what it counts differently from `useful/1`
     price: Callable[[Architecture, Step], Parts]  # the rule itself, a pure function; raises `NotExpressibleError`
     # which token positions it charges for: "real", "slots", "rows" (of the configured length), or "joint" (with those

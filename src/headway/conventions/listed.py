@@ -22,7 +22,7 @@ class Formula:
     short_heads: bool = False  # heads of hidden / heads features, whatever the configuration says
     wide_keys: bool = False  # key-value heads as many as query heads, whatever the configuration says
     value_heads: bool = False  # a pair costs its query-key and its value features, not the former twice
-    matrices: int = 3  # of a dense MLP
+    matrices: int = 3  # number of matrices of a dense MLP
     four_wide: bool = False  # a dense MLP is four times as wide as the model, whatever the configuration says
     norms: bool = False  # norms of queries and keys billed as matrices
     # layers with experts: none, every one, those of the configuration, or half of them, each expert as wide as an MLP

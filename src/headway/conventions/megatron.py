@@ -6,7 +6,7 @@ from typing import TypeAlias
 from headway.conventions.architecture import Architecture, Vision
 from headway.conventions.convention import Number, Parts, Step
 
-Windows: TypeAlias = tuple[int | None, ...]  # of each layer [tokens], None where there is none
+Windows: TypeAlias = tuple[int | None, ...]  # window of each layer [tokens]; None for a layer without
 
 # model types whose bridge sets a window: with the layers that have it, or without, so that every layer is billed as
 # windowed (src/megatron/bridge/models: gemma/gemma2_bridge.py, gemma3_bridge.py, gpt_oss/gpt_oss_bridge.py, ...)
@@ -54,7 +54,7 @@ def megatron_bridge_2025(model: Architecture, step: Step) -> Parts:
     """
     text = model.config.get("text_config") or model.config
     activation = text.get("hidden_act") or text.get("hidden_activation") or "silu"
-    swiglu = activation in ("silu", "swish") and model.model_type != "gpt_oss"  # whose bridge sets a GELU
+    swiglu = activation in ("silu", "swish") and model.model_type != "gpt_oss"  # the bridge of gpt_oss sets a GELU
     return megatron_lm_2026_05(replace(model, gated=model.gated and swiglu), step)
 
 

@@ -19,9 +19,8 @@ _ONE_SHARED = Formula(experts="configured", router=False, shared="one", value_he
 _LATENT = Formula(experts="configured", router=False, shared="all", value_heads=True)
 _DELTA = Formula(gated=True, state=24, square_state=True)
 _GPT_OSS = Formula(experts="every", router=False)
-_GPT_OSS_WINDOW = 128  # of every second layer, whatever the configuration says [tokens]
-# what it takes for every class of configuration that it has no formula for: two matrices an MLP, experts in every other
-# layer
+_GPT_OSS_WINDOW = 128  # window of every second layer, whatever the configuration says [tokens]
+# formula for each class of configuration without its own: two matrices an MLP, experts in every other layer
 _FALLBACK = Formula(short_heads=True, matrices=2, experts="half", router=False)
 _AUTOMODEL: Formulas = {
     **dict.fromkeys(("gpt2", "gpt_neo", "gpt_neox", "gptj"), _GPT3),
@@ -45,7 +44,7 @@ _AUTOMODEL: Formulas = {
 _RL: Formulas = {
     "llama": Formula(short_heads=True),
     "qwen2": Formula(short_heads=True, wide_keys=True),
-    # it takes `intermediate_size` and one expert for a mixture too
+    # NeMo RL takes `intermediate_size` and one expert for a mixture too
     **dict.fromkeys(("qwen3", "qwen3_moe"), Formula()),
     "deepseek_v3": replace(_ONE_SHARED, experts="every"),
 }
@@ -100,7 +99,7 @@ def rl(model: Architecture, step: Step) -> Parts:
 def _of_automodel(model: Architecture) -> Formula:
     """Choose a formula as its list of classes does; the fallback is for classes that have sizes at their top."""
     if model.model_type == "deepseek_v3" and model.config.get("moe_layer_freq") == 1:
-        return replace(_ONE_SHARED, experts="every")  # it then looks at no dense layers
+        return replace(_ONE_SHARED, experts="every")  # NeMo AutoModel looks at no dense layers then
     # transformers nests the sizes of a model with a tower, wherever its config.json has them
     is_nested = "text_config" in model.config or "vision_config" in model.config
     if model.model_type not in _AUTOMODEL and (is_nested or not model.config.get("intermediate_size")):

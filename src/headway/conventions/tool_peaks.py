@@ -25,7 +25,7 @@ class ToolPeak:
     # FLOP/s of one device; infinite where the tool does not know it and prints 0; None where the tool prints no MFU at
     # all
     flops_per_s: float | None
-    note: str = ""  # what is odd about it, "" for nothing
+    note: str = ""  # oddity of that peak; "" for none
 
 
 @cache

@@ -34,9 +34,9 @@ class SavedBlock:
     # by a compiled block or fused kernels: what matrix products and attention read, and what they made where an
     # elementwise operation's backward needs it
     fused: Rows
-    entry: Rows  # what enters the block, which is all that recomputation keeps of it
-    # what attention's kernels give: their output and, in float32, the log-sum-exp of each query's scores; where these
-    # are kept, attention is not recomputed
+    entry: Rows  # input of the block, all that recomputation keeps of it
+    # outputs of attention's kernels and, in float32, the log-sum-exp of each query's scores; attention whose outputs
+    # are kept is not recomputed
     attention: Rows
 
 

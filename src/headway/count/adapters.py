@@ -76,7 +76,7 @@ def with_adapters(
             extended.append(Parameter(f"{module}.lora_{letter}.weight", numel, numel, component))
         hosts[module] = (1 << weight, 1 << (len(extended) - 2), 1 << (len(extended) - 1))
 
-    # what a gradient needed a host's weight for, it now needs the adapters' for
+    # A gradient that needs a host's weight needs its adapters' weights too.
     def extend(needs: int) -> int:
         for weight, a, b in hosts.values():
             if needs & weight:

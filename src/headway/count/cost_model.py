@@ -248,7 +248,7 @@ class CostModel:
                 "Leave them out, or name a model with cross attention."
             )
         if self.has_vision and not len(workload.grids):
-            return  # what text would read of its pictures is not there
+            return  # the workload has no pictures that its text could read
         # an encoder that is read without saying how much of it
         if reads and workload.num_segments and not len(workload.sources):
             raise WorkloadError(

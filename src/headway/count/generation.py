@@ -14,15 +14,15 @@ from headway.errors import WorkloadError
 
 Prefix = Literal["own", "computed once", "read once"]
 GENERATION_QUANTITIES = (
-    "answers",  # that have a token
+    "answers",  # answers that have a token
     "prefills",  # batches, of which each reads its prompts in one forward
-    "prompt_tokens",  # of prompts, each once
-    "prefill_tokens",  # of prompts as often as they are read: those of one prompt for each of its answers, or once
+    "prompt_tokens",  # tokens of prompts, each prompt once
+    "prefill_tokens",  # tokens of prompts as often as each is read: once for each of its answers, or once
     "generated_tokens",
-    "sequence_tokens",  # of answers with their prompts, as a forward of all of them takes
+    "sequence_tokens",  # tokens of answers with their prompts, all that one forward over them takes
     "decode_steps",  # forwards behind the prefills
-    "decode_tokens",  # that they take
-    "decode_slots",  # positions that they compute, with rows whose answer had ended
+    "decode_tokens",  # tokens that decode steps take
+    "decode_slots",  # positions that decode steps compute, with rows whose answer had ended
 )
 
 

@@ -220,7 +220,7 @@ def compressed_pairs(lengths: IntsLike, rate: int, most: int | None = None) -> i
     """
     s = _lengths(lengths)
     m = _positive(rate, "rate")
-    keys = s // m if most is None else np.minimum(s // m, _positive(most, "most"))  # of the last query
+    keys = s // m if most is None else np.minimum(s // m, _positive(most, "most"))  # keys of the last query
     return int((m * (keys * (keys - 1) // 2) + keys * (s - m * keys + 1)).sum())
 
 

@@ -121,7 +121,7 @@ def totals(media: Mapping[str, Ints]) -> dict[str, int]:
     return sums
 
 
-# how sizes are typed, as `--help` shows it; `headway.cli.parse` reads each
+# formats of sizes, as `--help` shows them; `headway.cli.parse` reads each
 GRID = "TxHxW*N,..."
 LENGTH = "L*N,L,..."
 LATENT = "HxW*N,..."

@@ -47,17 +47,17 @@ HEAD = "language.head"
 
 _OF_KINDS = " and ".join(f",-{kind}" for kind in KINDS)
 _OF_PRODUCTS = ",".join(f"-{kind}" for kind in PRODUCTS)
-_MAX_DIGITS = 9  # of a number of blocks
+_MAX_DIGITS = 9  # most digits of a number of blocks
 
 
 @dataclass(frozen=True, slots=True)
 class Term:
     """One term of a choice."""
 
-    text: str  # as written, without the `-`
+    text: str  # text of the term, without the `-`
     leaves_out: bool  # whether it takes operations away again
     every: int  # N of `every:N`; 1 of `full` and `reentrant`; 0 of a name or pattern
-    tower: str = ""  # whose blocks it chooses; "" for all
+    tower: str = ""  # tower whose blocks the term chooses; "" for all
 
     @property
     def to_the_end(self) -> bool:

@@ -38,7 +38,7 @@ class Row:
 
     module: str  # dotted path of the module that ran it
     op: str  # `linear`, `matmul`, `convolution`, `experts`, `attention` or `recurrence`
-    component: str  # such as `language.mlp`
+    component: str  # component of the module, such as `language.mlp`
     driver: str  # the quantity that its cost is proportional to (see `headway.count.drivers`)
     forward: int  # FLOPs per unit of the driver
     gradients: tuple[Gradient, ...] = ()  # the backward's products

@@ -28,7 +28,7 @@ def segments_of_mask(attention_mask: IntsLike) -> tuple[Ints, int]:
 
 def segments_of_positions(position_ids: IntsLike, attention_mask: IntsLike | None) -> tuple[Ints, int]:
     """Read lengths of segments [tokens], and the slots, off positions; see `Workload.from_position_ids`."""
-    # of four planes the first holds the text's positions; three are M-RoPE's own
+    # The first of four planes holds the text's positions; three planes are M-RoPE's own.
     positions = as_ints(position_ids, "position_ids")
     if positions.ndim == 1:
         positions = positions[None]

@@ -67,7 +67,7 @@ def chosen_blocks(recompute: str, cost_model: CostModel, saved: SavedActivations
         UsageError: a term names no block, or what is to be kept cannot be.
     """
     chosen = recomputed_blocks(recompute, [name for name in saved.blocks if name], cost_model.block_towers)
-    kept_layers(chosen, cost_model.rows)  # or an error
+    kept_layers(chosen, cost_model.rows)  # raises an error for operations that cannot be kept
     return chosen
 
 

@@ -77,7 +77,7 @@ def update_bytes(by_adamw: Iterable[Parameter], by_muon: Iterable[tuple[Paramete
     0
     """
     sizes = (-(-p.numel // of.shards) for p in by_adamw)
-    makes_one_pass = of.one_pass and of.moment_bytes >= _HALF  # which reads no codes
+    makes_one_pass = of.one_pass and of.moment_bytes >= _HALF  # the one pass reads no 8-bit moments
     copied = sum(size for size in sizes if not (makes_one_pass and size >= ONE_PASS_FROM))
     adamw = min(AT_ONCE, copied) * _bytes_by_adamw(of)
     return max(adamw, _by_muon([(-(-p.numel // of.shards), shape) for p, shape in by_muon], of))

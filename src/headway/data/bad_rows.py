@@ -22,7 +22,7 @@ have been learnt). Of those used, some were truncated or split; the tokens of tr
 
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 
-_ENOUGH_TO_JUDGE = 100  # of fewer samples read, a share says little
+_ENOUGH_TO_JUDGE = 100  # fewest samples of which a share says much
 
 
 class RowTally(NamedTuple):

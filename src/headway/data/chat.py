@@ -24,7 +24,7 @@ Span = tuple[int, int]
 
 _MARKS_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 MOST_TURNS = 1_000_000  # turns before all answers of a chat together: those of a chat of 2,000 turns take 10 s
-_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # by which templates read what was thought
+_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # keys by which templates read a model's reasoning
 _Turns = list[dict[str, Any]]
 
 
@@ -241,7 +241,7 @@ class ChatTemplate:
             spans = [span for span in spans if span[0] < begin + end]
             first, last = spans[-1][0], begin + end
         else:
-            # Where there is none, take the stop of a call or of words: written behind the span, or put there.
+            # Without a stop, take that of a call or of words: written behind the span, or put there.
             stop = stops.call if calls and stops.call is not None else stops.plain
             if stop is None:
                 raise ConfigError(

@@ -46,7 +46,7 @@ from headway.packing.parts import Dropout
 from headway.packing.pieces import target_runs
 
 _VERSION = 4  # version of encoding; raised when the same settings come to mean other tokens
-_BLANK = Document((), Origin("", "", 0, ""))  # where a blank image comes from
+_BLANK = Document((), Origin("", "", 0, ""))  # document that a blank image comes from
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +213,7 @@ class Encoder:
         for view in self._views(sample):
             with self._planned(view, decodes=False) as planned:
                 tokens = planned.tokens
-                if len(tokens.ids_S) < 2:  # of a document
+                if len(tokens.ids_S) < 2:  # only a document can be so short
                     return [(NOTHING, tokens)]
                 targets = np.flatnonzero(tokens.supervised_S[1:]) + 1
                 lengths = SampleLengths(
@@ -351,7 +351,8 @@ class Encoder:
         ids_S = torch.from_numpy(tokens.ids_S)
         types_S, types_name = torch.from_numpy(tokens.types_S), "mm_token_type_ids"
         positions_RS = self._positions(ids_S, types_S, opened)
-        # Whether the model takes token types (1 and up for media), under which name, and whether answers count.
+        # The processor decides if the model reads token types (1 and up for media), under which name, and if answers
+        # have one.
         reads_types = self.media.images is not None
         if self.media.processed is not None:
             reads_types = self.media.processed.types_name is not None

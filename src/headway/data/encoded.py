@@ -144,7 +144,7 @@ def joined_views(views: Sequence[EncodedSample]) -> EncodedSample:
     # Lengths follow the rule by which packs are planned, so that a plan's and a pack's agree.
     lengths = SampleLengths.joined([view.lengths for view in views])
     for view in views[1:]:
-        view.labels_S[0] = IGNORED  # which the view before must not predict
+        view.labels_S[0] = IGNORED  # the view before must not predict this view's first token
     processed: dict[str, list[Joinable]] = {}
     for view in views:
         for name, joinable in view.processed.items():

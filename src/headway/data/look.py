@@ -21,7 +21,7 @@ from headway.packing.budget import Budget
 from headway.packing.items import Items, OverlongCounts
 from headway.packing.plan import Plan
 
-_SHORTEST_RUN = 4  # of one token, which is shown once with its number
+_SHORTEST_RUN = 4  # shortest run of one token that is shown once with its number
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +238,7 @@ def why_not_whole(sample: ShownRow, budget: Budget) -> str | None:
     if not sample.used:
         return f"dropped: {reason}" if reason else "left out"
     start, stop = sample.used[0]
-    if len(sample.used) > 1 or start:  # of the pieces before the first one nothing would be learnt
+    if len(sample.used) > 1 or start:  # the model learns nothing of pieces before the first used piece
         used = ", ".join(f"{first:,} to {last:,}" for first, last in sample.used)
         return f"split into {len(sample.used)} piece{'s' * (len(sample.used) > 1)}, tokens {used}: {reason}"
     return None if stop - start == tokens else f"cut after token {stop:,}: {reason}"

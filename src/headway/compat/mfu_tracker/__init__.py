@@ -210,10 +210,11 @@ def track(
     meter = _meter_of(models)
     meter.back()
     try:
-        with nullcontext() if models[0].training else meter.phase("block"):  # where evaluations are counted too
+        # a block of an evaluation is a phase of its own
+        with nullcontext() if models[0].training else meter.phase("block"):
             yield result
     except BaseException:
-        meter.count(Workload())  # of a block whose forward may have failed
+        meter.count(Workload())  # the block's forward may have failed before its work was counted
         raise
     finally:
         meter.step()

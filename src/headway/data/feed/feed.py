@@ -271,7 +271,7 @@ class Feed(ABC):
         """
         if not {"settings", "position", "report"} <= state.keys():
             raise CheckpointError("The saved data position is damaged. Resume from another checkpoint.")
-        if FILES in state:  # other machines may read copies of their own, whose times are others
+        if FILES in state:  # another machine may read a copy of the files, with other times
             clauses = changes_since(state[FILES], self.files, verify, times=self.share.rank == 0)
             if clauses:
                 raise CheckpointError(refusal(clauses))
@@ -302,7 +302,7 @@ class Feed(ABC):
         counts, batch = self._report.samples, pack.batch
         pieces = zip(batch.origins, batch.sample_tokens, pack.pieces, pack.whole_tokens, strict=True)
         for origin, tokens, piece, whole_tokens in pieces:
-            first = int(piece.is_first)  # of the pieces of a sample, the one that it is counted with
+            first = int(piece.is_first)  # a sample is counted with its first piece
             cut = origin.source in self._splits and tokens < whole_tokens
             counts.count(origin.source, "read", first, tokens if cut else whole_tokens * first)
             counts.count(origin.source, "used", first, tokens)

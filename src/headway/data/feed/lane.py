@@ -288,12 +288,12 @@ class Lane:
         if not full_lengths.tokens:
             self._drop(buffered, 0)
             return
-        # What condition dropout leaves of it in this epoch is what a pack takes.
+        # A pack takes what condition dropout leaves of the sample in this epoch.
         lengths = encoder.lengths_without_conditions(full_lengths, origin, dropout, buffered.position.epoch)
         # Media cannot be cut: their patches must fit, and a cut comes behind them and the first token to learn.
         most, fits = budget.tokens, budget.holds(Size(1, full_lengths.patches))
         overlong = streaming.overlong_of(origin.source)
-        if budget.holds(full_lengths.size):  # as in a plan, which knows samples before their epochs
+        if budget.holds(full_lengths.size):  # full lengths decide, because a plan knows samples before their epochs
             spans = [(0, lengths.tokens, True)]
         elif overlong == "error":
             raise DataError(over_budget(f"{buffered.sample.where}: the sample", full_lengths.size, budget))

@@ -135,7 +135,8 @@ class StreamFeed(Feed):
             "budget": asdict(streaming.budget),
             **{name: getattr(streaming, name) for name in ("strategy", "overlong", "lanes", "shuffle", "open_packs")},
             "seed": streaming.seed,
-            "dealing": "shifted rounds",  # of a shard's rows to the lanes; states of another dealing cannot go on
+            # rule that deals a shard's rows to lanes; a state of another rule cannot go on
+            "dealing": "shifted rounds",
             **({} if streaming.maker.dropout is None else {"dropout": asdict(streaming.maker.dropout)}),
         }
 

@@ -39,7 +39,7 @@ Progress = Callable[[int, int, int], None]
 STOP = BadSamples("error")
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_LEAST_ROWS = 256  # of a unit
+_LEAST_ROWS = 256  # fewest rows of a unit
 _MOST_ROWS = 2000
 _PROGRESS_STEPS = 64
 _MOST_UNITS = 4096
@@ -150,7 +150,7 @@ def build_index(
     encoder.reader_of(source.sizes)  # bounds that the model's processor has not are told before anything is measured
     job = IndexJob(source, encoder, index_folder(source, encoder, cache))
     if refresh:
-        shutil.rmtree(job.folder, ignore_errors=True)  # not there, most of the time
+        shutil.rmtree(job.folder, ignore_errors=True)  # the folder is missing most of the time
     if not job.index_file.exists():
         _make(job, workers, progress or (lambda *_: None), policy, reuse=not refresh)
     index = LengthIndex.load(job.index_file, source=source.name)

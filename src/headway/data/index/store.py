@@ -29,8 +29,8 @@ from headway.version import code_digest, library_versions
 INDEX_FILE = "index.parquet"
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
-_READ_BYTES = 2**28  # of a file; larger ones hold no settings, and are told apart by size and time
-_MOST_FILES = 2000  # of a model folder; more are no model's
+_READ_BYTES = 2**28  # most bytes of a file that are read; a larger file holds no settings, and is told by size and time
+_MOST_FILES = 2000  # most files of a model folder
 _HUB_S = 2.0  # for the Hub to say which commit is the newest [s]
 
 
@@ -125,7 +125,7 @@ def _digest(model: str, settings: dict[str, Any]) -> str | None:
                 digest.update(f"{file.relative_to(folder)} {status.st_size}\n".encode())
                 large = status.st_size > _READ_BYTES
                 digest.update(str(status.st_mtime_ns).encode() if large else file.read_bytes())
-    except OSError:  # it is being written, or not ours to read
+    except OSError:  # the folder is being written, or not ours to read
         return None
     return digest.hexdigest()
 

@@ -189,7 +189,7 @@ class Picture:
         """(height, width) once turned by the EXIF orientation [pixels]."""
         image = self._image
         if image.format not in _TELLING_FORMATS or (image.format == "PNG" and self._late_chunks()):
-            image.load()  # these tell size or orientation only afterwards
+            image.load()  # a file of these formats tells its size or orientation only once it is loaded
         orientation = Pillow.Image.getexif(image).get(ExifTags.Base.Orientation, 1)
         width, height = image.size
         return (width, height) if orientation in _TURNED else (height, width)
