@@ -29,11 +29,11 @@ CASES = [
     ({"schedule": "inverse_sqrt"}, optimization.get_inverse_sqrt_schedule, {}),
     *(
         (
-            {"schedule": "wsd", "decay_share": 0.25, "decay_shape": shape, "min_lr_ratio": 0.0},
+            {"schedule": schedule, "decay_share": 0.25, "min_lr_ratio": 0.0},
             optimization.get_wsd_schedule,
             {"num_decay_steps": 10, "decay_type": shape, **TRAINING},
         )
-        for shape in ("linear", "cosine", "1-sqrt")
+        for schedule, shape in (("wsd-linear", "linear"), ("wsd-cosine", "cosine"), ("wsd", "1-sqrt"))
     ),
 ]
 
@@ -59,7 +59,6 @@ def test_a_falling_schedule_ends_at_its_floor(schedule):
     [
         ({"schedule": "constant", "min_lr_ratio": 0.5}, "min_lr_ratio has no effect with schedule 'constant'"),
         ({"schedule": "linear", "decay_share": 0.5}, "decay_share has no effect with schedule 'linear'; remove it or"),
-        ({"schedule": "cosine", "decay_shape": "linear"}, "decay_shape has no effect"),
         ({"schedule": "inverse_sqrt", "min_lr_ratio": 0.5, "warmup_steps": 1}, "min_lr_ratio has no effect"),
         ({"schedule": "inverse_sqrt"}, "needs warmup_steps to fall from"),
         ({"muon": {"momentum": 0.9}}, "optim.muon has no effect with optimizer 'adamw'"),

@@ -89,10 +89,8 @@ FREE = {
     "optim.schedule": "changes factors of the update alone",
     "optim.min_lr_ratio": "changes factors of the update alone",
     "optim.decay_share": "changes factors of the update alone",
-    "optim.decay_shape": "changes factors of the update alone",
     "optim.on_nonfinite": "gradients are checked by their norm, which every step reads",
     "optim.ema.warmup": "changes a factor of the average",
-    "optim.ema.evaluate": "a plan has no evaluations",
 }
 
 

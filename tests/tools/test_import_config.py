@@ -211,7 +211,7 @@ def test_the_recipe_reads_back(write):
         ),
         (
             {"lr_scheduler_type": "wsd", "lr_scheduler_kwargs": {"num_decay_steps": 20, "min_lr_ratio": 0.05}},
-            {"schedule": "wsd", "decay_share": 0.2, "min_lr_ratio": 0.05, "decay_shape": "linear"},
+            {"schedule": "wsd-linear", "decay_share": 0.2, "min_lr_ratio": 0.05},
         ),
         (
             {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"power": 1.0, "lr_end": 5e-6}},

@@ -135,7 +135,7 @@ def trainer_for(tmp_path, folder, theirs, reference, options):
 LOSSES = {
     "kto": ({"loss": "kto"}, {"loss_type": "kto", "beta": 0.1}),
     "kto, weighed": (
-        {"loss": "kto", "beta": 0.4, "desirable_weight": 1.5, "undesirable_weight": 0.7},
+        {"loss": "kto", "beta": 0.4, "weights": [1.5, 0.7]},
         {"loss_type": "kto", "beta": 0.4, "desirable_weight": 1.5, "undesirable_weight": 0.7},
     ),
     "apo_zero_unpaired": ({"loss": "apo_zero_unpaired"}, {"loss_type": "apo_zero_unpaired", "beta": 0.1}),
@@ -320,7 +320,7 @@ def test_held_out_pairs_are_judged_by_their_rewards(words, tmp_path):
     ("changes", "message"),
     [
         ({"preference": {"loss": "kto", "sft": 0.1}}, "sft has no effect with loss 'kto'"),
-        ({"preference": {"loss": "sigmoid", "desirable_weight": 2.0}}, "has no effect with loss 'sigmoid'; remove it"),
+        ({"preference": {"loss": "sigmoid", "weights": [2.0, 1.0]}}, "has no effect with loss 'sigmoid'; remove it"),
         ({"preference": {"loss": "kto", "reference": "none"}}, "kto' compares with a reference"),
     ],
 )

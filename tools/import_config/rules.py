@@ -131,9 +131,8 @@ def schedule(value: Any, context: Context) -> Outcome:
         extra.pop("power")
     if names[value] == "wsd":
         steps, decay = context.get("trainer_args.max_steps"), extra.pop("num_decay_steps", None)
-        settings["optim.decay_shape"] = {"1-sqrt": "1-sqrt", "cosine": "cosine"}.get(
-            extra.pop("decay_type", "linear"), "linear"
-        )
+        falls = {"1-sqrt": "wsd", "cosine": "wsd-cosine"}
+        settings["optim.schedule"] = falls.get(extra.pop("decay_type", "linear"), "wsd-linear")
         if decay is not None and steps:
             settings["optim.decay_share"] = decay / steps
     if extra:

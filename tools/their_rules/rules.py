@@ -136,5 +136,4 @@ UNCOMPARED = {
     "torchtitan-flux": "of a model that is not transformers', held against its formula written out",
     "torchtitan-2025-12-vlm": "a branch of an experiment, held against its logs",
     "olmo-core": "its numbers are sums over modules of its own, held against a count by hand",
-    "bagel": "its trainer's own loop around one formula, held against a count by hand",
 }

@@ -1,5 +1,6 @@
 """Notes on settings that have no effect in a run of so many steps: harmless, so warned of and not refused."""
 
+from headway.config.optim import WSD
 from headway.config.read import TrainConfig
 from headway.config.sections import settings_off_default
 
@@ -24,7 +25,7 @@ def _never_reached(config: TrainConfig, steps: int) -> list[str]:
         notes.append(
             f"optim.warmup_steps {optim.warmup_steps} leaves nothing of the {steps} steps: the learning rate only rises"
         )
-    elif optim.schedule == "wsd" and optim.warmup_steps + round(optim.decay_share * steps) > steps:
+    elif optim.schedule in WSD and optim.warmup_steps + round(optim.decay_share * steps) > steps:
         notes.append(
             f"optim.decay_share {optim.decay_share:g} of {steps} steps is more than {optim.warmup_steps} steps of "
             "warm-up leave: the decay is shorter"
@@ -40,13 +41,12 @@ def _never_reached(config: TrainConfig, steps: int) -> list[str]:
 
 
 def _never_used(config: TrainConfig) -> list[str]:
-    judged, optim = config.eval, config.optim
+    judged = config.eval
     notes = []
     if not judged.evaluates:
         unused = {
             "data.eval": config.data.eval is not None,
             "eval.generate": judged.generate is not None,
-            "optim.ema.evaluate": optim.ema is not None and not optim.ema.evaluate,
         }
         notes += [
             f"{name} has no effect without eval.every or eval.at_end" for name, is_set in unused.items() if is_set

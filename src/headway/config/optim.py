@@ -8,10 +8,11 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 from headway.config.sections import FREE_ON_RESUME, Fraction, Positive, Section, Share, settings_off_default
 from headway.report.quantity import parse_number
 
+WSD = ("wsd", "wsd-linear", "wsd-cosine")
+"""Schedules that stay and then fall: by 1 - sqrt, or as their names say."""
 _USES = {  # settings of the schedule, and the schedules that read them
-    "min_lr_ratio": ("cosine", "linear", "wsd"),
-    "decay_share": ("wsd",),
-    "decay_shape": ("wsd",),
+    "min_lr_ratio": ("cosine", "linear", *WSD),
+    "decay_share": WSD,
 }
 
 
@@ -67,16 +68,12 @@ class MuonConfig(Section):
 
 
 class EmaConfig(Section):
-    """An exponential moving average of the weights that learn, in float32."""
+    """An exponential moving average of the weights that learn, in float32, which evaluations judge and exports have."""
 
     decay: Fraction = Field(description="Weight of the old average at an update, below 1; 0.999 for ~1000 updates")
     every: Positive = Field(default=1, description="Optimizer steps between updates of the average [steps]")
     warmup: bool = Field(
         default=True, description="Begin with a short memory: update n decays by min(decay, (1 + n) / (10 + n))"
-    )
-    evaluate: bool = Field(
-        default=True,
-        description="Evaluate the averaged weights, and hand them out (export, chat), instead of the last ones",
     )
 
     @field_validator("decay")
@@ -120,8 +117,9 @@ class OptimConfig(Section):
         "codes with a scale per block",
     )
     warmup_steps: int = Field(default=0, ge=0, description="Linear rise of the learning rate [steps]")
-    schedule: Literal["cosine", "constant", "linear", "wsd", "inverse_sqrt"] = Field(
-        default="cosine", description="The learning rate's course after warm-up; wsd is warm-up, stable, decay"
+    schedule: Literal["cosine", "constant", "linear", "wsd", "wsd-linear", "wsd-cosine", "inverse_sqrt"] = Field(
+        default="cosine",
+        description="The learning rate's course after warm-up; wsd is warm-up, stable, decay by 1-sqrt or as named",
     )
     min_lr_ratio: Fraction = Field(
         default=0.1, description="Last learning rate as a fraction of lr; of cosine, linear and wsd"
@@ -129,7 +127,6 @@ class OptimConfig(Section):
     decay_share: Fraction = Field(
         default=0.2, gt=0.0, description="Fraction of all steps that wsd's decay takes, at the end"
     )
-    decay_shape: Literal["linear", "cosine", "1-sqrt"] = Field(default="1-sqrt", description="Course of wsd's decay")
     on_nonfinite: Literal["error", "skip"] = Field(
         default="error",
         description="What a loss or gradient that is not finite does: end the run, or leave the update out, counted; "

@@ -32,11 +32,6 @@ class WeightAverage:
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._averages = {name: p.detach().to(torch.float32, copy=True) for name, p in self._parameters.items()}
 
-    @property
-    def is_judged(self) -> bool:
-        """True if evaluations judge the averaged weights."""
-        return self._ema.evaluate
-
     @torch.no_grad()
     def update(self, step: int) -> None:
         """Take in the weights after a step, if it is the step's turn.

@@ -4,11 +4,12 @@ import math
 from collections.abc import Callable
 
 from headway.config import OptimConfig
+from headway.config.optim import WSD
 
 # Remaining fraction of the way from peak to floor: 1 at progress 0, 0 at progress 1.
 _FALLS: dict[str, Callable[[float], float]] = {
     "linear": lambda progress: 1.0 - progress,
-    "1-sqrt": lambda progress: 1.0 - math.sqrt(progress),
+    "wsd": lambda progress: 1.0 - math.sqrt(progress),
     "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
 }
 
@@ -39,10 +40,8 @@ def learning_rate(step: int, optim: OptimConfig, steps: int | None = None) -> fl
     steps = optim.steps if steps is None else steps
     assert steps is not None  # whoever asks for epochs has counted them
     start = optim.warmup_steps
-    if optim.schedule == "wsd":  # its decay has at least a step, and no more than the warm-up leaves
+    if optim.schedule in WSD:  # its decay has at least a step, and no more than the warm-up leaves
         start = max(start, steps - max(1, round(optim.decay_share * steps)))
     progress = max(0, step - start) / (steps - start)
     floor = optim.min_lr_ratio
-    return optim.lr * (
-        floor + (1.0 - floor) * _FALLS[optim.decay_shape if optim.schedule == "wsd" else optim.schedule](progress)
-    )
+    return optim.lr * (floor + (1.0 - floor) * _FALLS[optim.schedule.removeprefix("wsd-")](progress))

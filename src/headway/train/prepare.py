@@ -124,8 +124,8 @@ class Run:
         return self.trained.model
 
     def weights_to_judge(self) -> AbstractContextManager[None]:
-        """While the model is evaluated: its averaged weights, if there are any and `optim.ema.evaluate` asks for it."""
-        return nullcontext() if self.ema is None or not self.ema.is_judged else self.ema.in_place()
+        """While the model is evaluated: its averaged weights, if there are any."""
+        return nullcontext() if self.ema is None else self.ema.in_place()
 
     @property
     def sequence_group(self) -> ProcessGroup | None:
@@ -430,7 +430,7 @@ def begin_checkpoint(run: Run, place: Place, history: Mapping[str, Any], *, goes
     if run.eval_set is not None:
         position[BEST] = run.best.to_dict()
     if run.ema is not None:
-        position[JUDGES_AVERAGE] = run.ema.is_judged
+        position[JUDGES_AVERAGE] = True
     tensors = training_tensors(run.model, run.optimizer, run.ema)
     shape = MeshShape() if run.mesh is None else run.mesh.shape
     contents = Contents(tensors, place.random, position, asdict(shape), run.write_model)

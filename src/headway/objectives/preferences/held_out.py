@@ -43,8 +43,9 @@ def preferring_of(settings: PreferenceConfig, padding: int | None = None) -> Pre
         settings: of the run.
         padding: token that a reward model takes for padding.
     """
-    weights = settings.desirable_weight, settings.undesirable_weight
-    numbers = PairSettings(settings.strength, settings.label_smoothing, settings.gamma, settings.center, weights)
+    numbers = PairSettings(
+        settings.strength, settings.label_smoothing, settings.gamma, settings.center, settings.weights
+    )
     return Preferring(settings.loss, numbers, settings.sft_weight, padding if settings.row.scores else None)
 
 

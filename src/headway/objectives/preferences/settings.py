@@ -55,12 +55,12 @@ PAIR_LOSSES: Mapping[str, PairLoss] = {
     "kto": PairLoss(
         "Ethayarajh et al. 2024, arXiv:2402.01306, equation 7",
         unpaired=True,
-        settings=("desirable_weight", "undesirable_weight"),
+        settings=("weights",),
     ),
     "apo_zero_unpaired": PairLoss(
         "D'Oosterlinck et al. 2024, arXiv:2408.06266, APO-zero, as TRL has it of single answers",
         unpaired=True,
-        settings=("desirable_weight", "undesirable_weight"),
+        settings=("weights",),
     ),
     "reward": PairLoss(
         "Bradley and Terry 1952; Ouyang et al. 2022, arXiv:2203.02155, equation 1; center: Eisenstein et al. 2023, "
@@ -95,8 +95,10 @@ class PreferenceConfig(ObjectiveSection):
     center: float = Field(
         default=0.0, ge=0.0, description="Factor on the squared sum of a pair's rewards, which draws them towards zero"
     )
-    desirable_weight: Share = Field(default=1.0, description="Factor on the loss of answers that are wished for (kto)")
-    undesirable_weight: Share = Field(default=1.0, description="Factor on the loss of answers that are not (kto)")
+    weights: tuple[Share, Share] = Field(
+        default=(1.0, 1.0),
+        description="Factors on the losses of answers that are wished for, and of those that are not (kto)",
+    )
     sft: float | None = Field(
         default=None,
         ge=0.0,
