@@ -25,6 +25,7 @@ from unittest.mock import patch
 import torch
 
 from headway.config import parse_config
+from headway.log.records import read_records
 from headway.meter.goodput_report import read_goodput
 from headway.synthetic.digits import write_digits, write_reader
 from headway.train import profiling
@@ -71,8 +72,8 @@ def measure(folder: Path, steps: int, tokens: int, pairs: int) -> dict[str, Any]
                 "cpu_s": time.process_time() - begin_cpu_s,
                 "load": os.getloadavg()[0],
             })  # fmt: skip
-            lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-            losses.append([line["loss"] for line in lines if line["kind"] == "step"])
+            records = read_records(run / "metrics.jsonl")
+            losses.append([record["loss"] for record in records if record["kind"] == "step"])
             costs = cost_of(run, steps) if is_profiled else costs
     return {**costs, "runs": runs, "losses_are_equal": all(row == losses[0] for row in losses)}
 
@@ -93,8 +94,8 @@ def train_once(folder: Path, run: Path, steps: int, tokens: int, *, is_profiled:
 
 def cost_of(run: Path, steps: int) -> dict[str, Any]:
     """Read off a run what its profiles took."""
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    seconds = {line["step"]: line["wall_s"] for line in map(json.loads, lines) if line["kind"] == "step"}
+    records = read_records(run / "metrics.jsonl")
+    seconds = {record["step"]: record["wall_s"] for record in records if record["kind"] == "step"}
     usual_s = statistics.median(seconds.values())
     files = sorted((run / "profile").glob("*.json.gz")) if (run / "profile").exists() else []
     profiled = []

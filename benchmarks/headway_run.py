@@ -4,7 +4,6 @@ It reads a mix's samples from files and makes packs of them with its index, plan
 work, and what is not named here is at its default. Optimizer, initial weights and threads are the other sides'.
 """
 
-import json
 import math
 import os
 import subprocess
@@ -22,6 +21,7 @@ from headway.config.data import DataConfig
 from headway.count import CostModel
 from headway.data.collate import Collator
 from headway.data.feed.feed import estimated_bytes
+from headway.log.records import read_records
 from mixes import Mix, MixFiles
 from step_clock import Clock
 
@@ -139,8 +139,7 @@ def train(
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
         if done.returncode:
             raise SystemExit(f"{mix.name}: headway train failed:\n{done.stderr}")
-        lines = (folder / "run/metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        records = [record for record in map(json.loads, lines) if record["kind"] == "step"]
+        records = [record for record in read_records(folder / "run/metrics.jsonl") if record["kind"] == "step"]
         return Clock.read(folder / "ends.json"), records
 
 

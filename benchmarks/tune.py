@@ -23,6 +23,7 @@ import torch
 from headway.cli.tune import search_of
 from headway.config import TrainConfig, parse_config
 from headway.data.sources import open_source
+from headway.log.records import read_records
 from headway.packing.lengths import LengthTable
 from headway.predict.tune.space import Space, admitted
 from headway.synthetic.new_model import write_new_model
@@ -151,8 +152,7 @@ def measured_rate(config: TrainConfig, run: Path) -> float:
     assert placed is not None
     with patch("headway.meter.clock.now_ns", time.process_time_ns):
         train(placed)
-    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    steps = [one for one in map(json.loads, lines) if one["kind"] == "step"][_WARM_UP:]
+    steps = [one for one in read_records(run / "metrics.jsonl") if one["kind"] == "step"][_WARM_UP:]
     return max(float(one["flops_per_s"]) for one in steps)
 
 

@@ -113,9 +113,9 @@ DEFECTS = (
     ),
     Defect(
         "a rank without samples is the slowest",
-        "meter/window.py",
-        "if flops else math.nan for flops, busy_s in spans)",
-        "for flops, busy_s in spans)",
+        "log/records.py",
+        "ratio(n, busy_s) if n else None for n, busy_s",
+        "ratio(n, busy_s) for n, busy_s",
         ("tests/meter/test_window.py",),
     ),
     Defect(

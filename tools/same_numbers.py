@@ -16,6 +16,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from headway.log.records import read_records
+
 WORKLOADS = {
     "text": ["--segments", "4096*3,512"],
     "images": ["--segments", "4096*3,512", "--images", "1x32x48*2,1x16x20"],
@@ -136,8 +138,7 @@ def _without_times(node: Any) -> Any:
 
 def _records(run: Path, name: str) -> dict[str, Any]:
     (file,) = run.rglob("metrics.jsonl")  # a recipe that is scaled down runs in a folder of its own below
-    records = [json.loads(line) for line in file.read_text().splitlines()]
-    steps = [record for record in records if record.get("kind") == "step"]
+    steps = [record for record in read_records(file) if record.get("kind") == "step"]
     kept = [{key: record[key] for key in COUNTED if key in record} for record in steps]
     return {f"{name} step {i}": json.dumps(record, sort_keys=True) for i, record in enumerate(kept)}
 

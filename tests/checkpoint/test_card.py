@@ -12,6 +12,7 @@ from headway.checkpoint.export import export, find_checkpoint_in
 from headway.config import parse_config
 from headway.models.load import load_model
 from headway.train.run import train
+from helpers.runs import read_metrics
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ def card_of(checkpoint, folder):
 
 
 def steps_of(run):
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    records = read_metrics(run / "metrics.jsonl")
     return [one for one in records if one["kind"] == "step"]
 
 

@@ -12,6 +12,7 @@ from headway.explain.records import explain_records
 from headway.explain.text import as_text
 from headway.meter import Meter
 from helpers.device import COST_MODEL, Clock
+from helpers.runs import read_metrics
 
 # 90 useful FLOPs per token, at 1e5 FLOP/s: a token needs 0.9 ms at peak, 1.125 ms at a ceiling of 0.8e5 FLOP/s
 PEAK, CEILING = (Peak(kind, rate, "fp32", "made up for a test") for kind, rate in (("device", 1e5), ("ceiling", 0.8e5)))
@@ -53,7 +54,7 @@ def test_counters_fill_the_lines_that_they_tell_and_one_line_says_the_rest(tmp_p
         "unseparated": 356_250_000,
     }
     assert found.steps[1].mfu == pytest.approx(0.09)
-    record = json.loads(path.read_text().splitlines()[1])
+    record = read_metrics(path)[1]
     assert found.steps[1].mfu == pytest.approx(record["mfu"])
     assert "run.profile.start=N" in found.notes[0]
 
@@ -150,7 +151,7 @@ def compiling_run(path, num_steps, log_every=1):
         with pytest.warns(UserWarning, match="there is nothing to sum up"):
             meter.close()
     assert windows == [None] * num_steps  # none has a rate
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return read_metrics(path)
 
 
 @pytest.mark.parametrize("log_every", [1, 2])
@@ -178,7 +179,7 @@ def test_left_out_windows_do_not_change_what_counted_steps_say(tmp_path):
     warmed_up = explain_records(metered(tmp_path / "b.jsonl", steps, num_warmup_steps=3))
     assert warmed_up.steps == all_of_them.steps[3:]
     assert warmed_up.findings == all_of_them.findings
-    assert len((tmp_path / "b.jsonl").read_text().splitlines()) == 8
+    assert len(read_metrics(tmp_path / "b.jsonl")) == 8
 
 
 def step_record(step, **changes):

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from headway.log.records import read_records
 from helpers.processes import run_processes
 
 
@@ -203,7 +204,7 @@ def ledgers(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 def read_metrics(path):
     """Read the records of a metrics.jsonl, in their order."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return list(read_records(Path(path)))
 
 
 def recorded(folder):

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from headway.log.jsonl import read_jsonl
+from headway.log.records import read_records
 from headway.meter import Meter
 from headway.meter.window import SCHEMA_VERSION
 from helpers.device import Device
@@ -51,7 +51,7 @@ def names_of(loop, folder):
     """Run a loop that logs to a file; returns the names of its records, which are those of one schema."""
     path = folder / "metrics.jsonl"
     loop(folder)(Device(), log_to=[path])
-    records = [record for record in read_jsonl(path) if record["kind"] == "step"]
+    records = [record for record in read_records(path) if record["kind"] == "step"]
     assert records
     assert {record["schema_version"] for record in records} == {SCHEMA_VERSION}
     (names,) = {frozenset(record) for record in records}
@@ -75,9 +75,13 @@ def test_the_engine_writes_the_same_record_and_its_own_numbers(tmp_path, plain_n
     raw = configuration(write_model(tmp_path / "model", "qwen3"), data, tmp_path / "run", overrides=changes)
     torch.set_num_threads(1)
     train(parse_config(raw))
-    records = [one for one in read_jsonl(tmp_path / "run/metrics.jsonl") if one["kind"] == "step"]
+    records = [one for one in read_records(tmp_path / "run/metrics.jsonl") if one["kind"] == "step"]
     assert len(records) == 3
     assert {record["schema_version"] for record in records} == {SCHEMA_VERSION}
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_bytes().splitlines()]
+    unsampled = [json.dumps(line) for line in lines if line["kind"] == "step" and "phases_s" not in line]
+    assert all(len(line) <= 1000 for line in unsampled)
+    assert sum(len(json.dumps(line)) for line in lines[1:]) <= 3 * 1200
     for record in records:
         assert record.keys() - OF_THE_ENGINE == plain_names
         assert record.keys() >= OF_THE_ENGINE

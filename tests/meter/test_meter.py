@@ -17,13 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from headway.count import CostModel, Workload
 from headway.devices import Peak
 from headway.errors import UsageError
-from headway.log.jsonl import read_jsonl
 from headway.meter import Goodput, Meter
 from headway.meter.model_traffic import traffic_of
 from headway.tracing import trace
 from helpers.device import COST_MODEL, Clock
 from helpers.models import tiny_model
 from helpers.processes import free_port
+from helpers.runs import read_metrics
 
 # one linear layer of 3 x 5: 30 FLOPs per token and phase, the forward run again under checkpointing
 PER_TOKEN = 90
@@ -383,7 +383,7 @@ def test_fill_is_of_the_room_in_the_micro_batches():
 def test_windows_are_written_where_the_loop_asks(tmp_path):
     meter, windows = run([(1.0, [Workload([10])])] * 4, log_every=2, log_to=[tmp_path / "metrics.jsonl"])
     meter.close()
-    records = read_jsonl(tmp_path / "metrics.jsonl")
+    records = read_metrics(tmp_path / "metrics.jsonl")
     assert records == [window.to_dict() for window in windows]
     assert [record["step"] for record in records] == [2, 4]
     assert records[0]["flops_share_by_component"] == {"language.mlp": 1.0}

@@ -3,7 +3,6 @@
 import copy
 import gc
 import io
-import json
 import logging
 import pickle
 import sys
@@ -25,10 +24,11 @@ from headway.log.boundary import ErrorBoundary
 from headway.meter import pauses
 from headway.meter.clock import ForwardTimer
 from headway.meter.pauses import CollectionTimer, PlaceSampler
-from headway.meter.phase_use import SampledPhases
 from headway.meter.phases import PHASES, PhaseTimer, update_of
+from headway.meter.window import late_rank
 from helpers.device import COST_MODEL, Clock, Device
 from helpers.processes import run_processes
+from helpers.runs import read_metrics
 
 PEAK = Peak("a test", 1e15, "fp32", "made up")
 
@@ -87,8 +87,8 @@ def test_phases_are_the_devices_and_nothing_waits_for_it():
                 meter.step()
                 assert device.num_waits == waits
         whole = meter.close()
-    seconds = whole.sampled.seconds
-    assert whole.sampled.num_steps == 5
+    seconds = whole.sampled["phases_s"]
+    assert whole.sampled["num_sampled"] == 5
     assert {name: round(value, 6) for name, value in seconds.items() if value} == {
         "data": 0.002,  # of the first step, whose device had nothing to do yet
         "forward": 0.3, "loss": 0.05, "backward": 0.6, "gradients": 0.07, "optimizer": 0.1,
@@ -134,11 +134,11 @@ def test_losses_are_the_same_to_the_bit_and_phases_add_up_to_the_step(num_batche
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), timed.parameters(), strict=True))
     run = meter.close()
     assert meter.boundary.lost == {}
-    assert run.sampled.num_steps >= 1
+    assert run.sampled["num_sampled"] >= 1
     for phase in ("forward", "backward", "optimizer"):
-        assert run.sampled.seconds[phase] > 0
-    if run.sampled.num_steps == run.num_steps:
-        assert sum(run.sampled.seconds.values()) == pytest.approx(run.step_s, abs=1e-6)
+        assert run.sampled["phases_s"][phase] > 0
+    if run.sampled["num_sampled"] == run.num_steps:
+        assert sum(run.sampled["phases_s"].values()) == pytest.approx(run.step_s, abs=1e-6)
 
 
 def test_steps_without_a_forward_have_no_phases():
@@ -189,8 +189,8 @@ def test_phases_add_up_to_each_step_whatever_the_order_of_events(events):
     assert meter.boundary.lost == {}
     for window in windows:
         if window.sampled is not None and window.num_steps == 1:
-            assert sum(window.sampled.seconds.values()) == pytest.approx(window.wall_s, abs=1e-6)
-            assert set(window.sampled.seconds) == set(PHASES)
+            assert sum(window.sampled["phases_s"].values()) == pytest.approx(window.wall_s, abs=1e-6)
+            assert set(window.sampled["phases_s"]) == set(PHASES)
 
 
 def test_everything_is_taken_away_at_the_end():
@@ -391,14 +391,14 @@ def test_looks_are_charged_to_the_gap_that_they_fell_into():
 
 def phases_of(*seconds):
     by_rank = tuple(dict(zip(("data", "input", "forward", "loss"), row, strict=True)) for row in seconds)
-    return SampledPhases(1, {}, 0.0, 0.0, by_rank)
+    return (*late_rank(by_rank).values(),)
 
 
 def test_the_late_rank_is_the_last_at_its_backward():
-    assert phases_of((0.1, 0, 1, 0)).late_rank is None
-    assert phases_of((0.1, 0, 1, 0), (0.1, 0.7, 1, 0)).late_rank == (1, pytest.approx(0.7), "input")
-    assert phases_of((2.1, 0, 1, 0), (0.1, 0.7, 1, 0), (0, 0, 1, 0)).late_rank == (0, pytest.approx(1.3), "data")
-    assert phases_of((0.1, 0, 1, 0), (float("nan"), 0.7, 1, 0)).late_rank is None
+    assert phases_of((0.1, 0, 1, 0)) == (None,) * 3
+    assert phases_of((0.1, 0, 1, 0), (0.1, 0.7, 1, 0)) == (1, pytest.approx(0.7), "input")
+    assert phases_of((2.1, 0, 1, 0), (0.1, 0.7, 1, 0), (0, 0, 1, 0)) == (0, pytest.approx(1.3), "data")
+    assert phases_of((0.1, 0, 1, 0), (float("nan"), 0.7, 1, 0)) == (None,) * 3
 
 
 @pytest.mark.dist
@@ -408,7 +408,7 @@ def test_ranks_tell_together_which_of_them_is_late(tmp_path, num_ranks):
     path = tmp_path / "metrics.jsonl"
     script = Path(__file__).with_name("phased_ranks.py")
     run_processes([sys.executable, script, f"jsonl:{path}"], num_ranks)
-    records = [json.loads(line) for line in path.read_text().splitlines()]
+    records = read_metrics(path)
     assert len(records) == 10
     for number, record in enumerate(records):
         num_batches = 1 if number % 2 else 3

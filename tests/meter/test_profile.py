@@ -29,6 +29,7 @@ from headway.models.compiling import CompileWatch, compile_blocks
 from headway.models.recompute import recompute_blocks
 from helpers.device import COST_MODEL
 from helpers.loops import PEAK, tiny
+from helpers.runs import read_metrics
 from helpers.traces import share_of_operators_with_an_owner
 
 LENGTHS = [5, 9, 14, 8, 8]
@@ -92,7 +93,7 @@ def test_records_tell_the_steps_that_were_recorded_and_the_file_what_that_adds(t
     meter = Meter(model, peak=PEAK, log_every=1, log_to=[tmp_path / "metrics.jsonl"])
     with headway.profile(meter, tmp_path / "p", steps=range(3, 5), report=lambda _: None) as window:
         run(model, meter)
-    records = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    records = read_metrics(tmp_path / "metrics.jsonl")
     profiled = {record["step"]: record["num_profiled"] for record in records if record["kind"] == "step"}
     assert profiled == {1: 0, 2: 0, 3: 1, 4: 1, 5: 0}
     added = read(window.path)["headway"]["host"]["added_ns"]

@@ -1,6 +1,5 @@
 """Phases that a loop names: they add up to the step, whatever they run, on which devices and on how many ranks."""
 
-import json
 import sys
 from dataclasses import replace
 from math import nan
@@ -19,6 +18,7 @@ from headway.tracing import trace
 from helpers.device import COST_MODEL, Clock, Device
 from helpers.models import tiny_model
 from helpers.processes import run_processes
+from helpers.runs import read_metrics
 
 PEAK = Peak("a test", 1e5, "fp32", "made up")
 HIGH = Peak("a test", 1e15, "fp32", "made up")  # for real models
@@ -285,8 +285,8 @@ def test_the_inner_phases_of_a_sampled_step_have_a_place_for_it():
     model(ids).logits.sum().backward()
     clock.now_s += 1.0
     window = meter.step()
-    assert window.sampled.seconds["inference"] == 3.0
-    assert sum(window.sampled.seconds.values()) == pytest.approx(window.wall_s)
+    assert window.sampled["phases_s"]["inference"] == 3.0
+    assert sum(window.sampled["phases_s"].values()) == pytest.approx(window.wall_s)
 
 
 @pytest.mark.parametrize(
@@ -347,7 +347,7 @@ def test_steps_that_are_left_out_are_in_no_phase():
 def test_ranks_add_their_phases_up_and_need_not_name_the_same_ones(tmp_path, num_ranks):
     path = tmp_path / "metrics.jsonl"
     run_processes([sys.executable, Path(__file__).with_name("named_ranks.py"), f"jsonl:{path}"], num_ranks)
-    records = [json.loads(line) for line in path.read_text().splitlines()]
+    records = read_metrics(path)
     assert len(records) == 3
     ranks = range(num_ranks)
     for number, record in enumerate(records):

@@ -9,6 +9,7 @@ from headway.pages.marks import legend, marks_of, stage_begins, stages
 from headway.pages.run import read_run, report_markdown, report_page
 from headway.report.charts import ChartMark
 from helpers.pages import write_run
+from helpers.runs import read_metrics
 
 
 def played(seed, lengths, weights):
@@ -50,7 +51,7 @@ def test_a_source_that_ends_where_another_begins_is_one_change():
 def curriculum(tmp_path):
     """A run of two stages that was resumed and judged."""
     run = write_run(tmp_path / "run", 40)
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    records = read_metrics(run / "metrics.jsonl")
     for record in records[24:]:
         record["sources"] = {"<b>": {"loss": 1.0, "tokens": 100}}
     records += [{"kind": "evaluation", "step": step, "loss": 1.0, "exact_match": 0.5} for step in (20, 40)]

@@ -11,11 +11,12 @@ from headway.pages.comparison import compared_markdown
 from headway.pages.profiled import in_order
 from headway.pages.run import read_run, report_page, verdict
 from helpers.pages import write_run
+from helpers.runs import read_metrics
 
 
 def rewritten(run, change):
     """A run whose records are changed, each by a function from it to fields."""
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    records = read_metrics(run / "metrics.jsonl")
     (run / "metrics.jsonl").write_text("".join(json.dumps(record | change(record)) + "\n" for record in records))
     return run
 

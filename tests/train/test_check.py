@@ -12,6 +12,7 @@ from headway.errors import LogError
 from headway.train.check import check_run
 from headway.train.record import MetricsLog
 from headway.train.run import train
+from helpers.runs import read_metrics
 
 
 def digest(step, run=1):
@@ -174,7 +175,7 @@ def test_a_folder_without_a_run_is_told(tmp_path):
 def edited(folder, edit):
     """Change the records of a run in place."""
     path = folder / "metrics.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = read_metrics(path)
     edit(rows)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 

@@ -1,6 +1,5 @@
 """The loop of `headway train` on a pretended device that runs behind its host: time has no gaps, nothing waits."""
 
-import json
 from contextlib import contextmanager
 
 import pytest
@@ -15,6 +14,7 @@ from headway.models.head import ModelWithLoss
 from headway.optim import Optimizer
 from headway.train.run import train
 from helpers.device import Device, HostMark, check_time
+from helpers.runs import read_metrics
 
 HOST_S, DEVICE_S, EVALUATION_S, SAVING_S = 0.010, 0.050, 0.4, 0.2
 
@@ -40,8 +40,7 @@ def trained(raw, *, depth=1_000, resume=False, **options):
     with on(device, **options):
         start_ns = device.host_ns
         summary = train(parse_config(raw), resume=resume)
-    lines = (summary.folder / "metrics.jsonl").read_text().splitlines()
-    steps = [one for one in map(json.loads, lines) if one["kind"] == "step"]
+    steps = [one for one in read_metrics(summary.folder / "metrics.jsonl") if one["kind"] == "step"]
     return device, summary, steps, (device.host_ns - start_ns) / 1e9
 
 
@@ -112,8 +111,7 @@ def test_a_resumed_run_has_all_of_its_time(busy):
     with on(device):
         start_ns = device.host_ns
         summary = train(parse_config(busy_again), resume=True)
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    steps = [one for one in map(json.loads, lines) if one["kind"] == "step"]
+    steps = [one for one in read_metrics(folder / "metrics.jsonl") if one["kind"] == "step"]
     assert [one["step"] for one in steps] == list(range(1, 17))
     seconds = read_goodput(summary.folder).seconds
     idle_between_s = seconds["idle"]  # by the real wall clock, which nobody pretends

@@ -8,15 +8,17 @@ from dataclasses import replace
 from headway.count import FlopCount, FlopRow, Workload, load_cost_model
 from headway.count.generation import GENERATION_QUANTITIES
 from headway.devices import Peak
-from headway.meter.phase_use import PhaseUse, SampledPhases
-from headway.meter.utilisation import Utilisation
-from headway.meter.window import SCHEMA_VERSION, Window
+from headway.meter.window import SCHEMA_VERSION, PhaseUse, Window, late_rank
 from tools.site.markdown import cell, table
 
 _HEAD = """# Keys of the step record
 
-```sh
-head -1 runs/digits/run/metrics.jsonl      # one record, as `headway train` writes it
+```python
+from pathlib import Path
+
+from headway.log.records import read_records
+
+print(next(read_records(Path("runs/digits/run/metrics.jsonl"))))  # one record, as `headway train` writes it
 ```
 
 Schema version {version}. These are the keys that every step record has, whoever writes it, each with the type of its
@@ -74,7 +76,7 @@ _PEAK = Peak("a device", flops_per_s=312e12, dtype="bf16", source="its datasheet
 
 def _phase(flops: int, generated_tokens: int = 0) -> PhaseUse:
     return PhaseUse(
-        flops=FlopCount((FlopRow("language.mlp", "tokens", forward=flops),)), wall_s=0.25, loop_s=0.25, data_wait_s=0.0,
+        flops=FlopCount((FlopRow("language.mlp", "tokens", forward=flops),)), wall_s=0.25, loop_s=0.25,
         tokens=1500, slots=2048, peak=_PEAK, world_size=2, is_elsewhere=False, supervised=0,
         generation=dict.fromkeys(GENERATION_QUANTITIES, 0) | {"generated_tokens": generated_tokens}, scored_tokens=0,
         bytes_moved=10**10, weight_bytes=10**9, peak_bytes_per_s=2e12,
@@ -96,10 +98,10 @@ def example() -> Window:
         peak_bytes_per_s=2e12, extra={}, away_for_s={"compile": 0.0, "evaluation": 0.0, "checkpoint": 0.0},
         supervised=1200,
         phases={"rollout": _phase(counts[0].total // 2, generated_tokens=700), "rest": _phase(0)},
-        sampled=SampledPhases(1, {
+        sampled={"num_sampled": 1, "host_s": 0.05, "host_lead_s": 0.15, "phases_s": {
             "data": 0.005, "input": 0.001, "exchange": 0.0, "forward": 0.07, "loss": 0.001, "backward": 0.15,
             "inference": 0.0, "gradients": 0.003, "optimizer": 0.015, "after": 0.005,
-        }, 0.05, 0.15, ({"data": 0.005, "forward": 0.07}, {"data": 0.005, "forward": 0.09})),
+        }, **late_rank([{"data": 0.005, "forward": 0.07}, {"data": 0.005, "forward": 0.09}])},
         loop={
             "device_memory_bytes": 80 * 2**30, "weights_dtype": "float32", "anomaly_mode": False,
             "optimizer": {"name": "AdamW", "num_tensors": 310, "mode": "fused"},
@@ -138,11 +140,10 @@ def meaning(key: str) -> str:
         if key.endswith(ending):
             quantity = meaning(key.removesuffix(ending)).removesuffix(".")
             return f"{quantity.replace(', all devices together', '')}; {note}."
-    for one in (Window, Utilisation):
-        if isinstance(found := inspect.getattr_static(one, key, None), property):
-            return _UNKNOWN.sub("null", str(found.__doc__))
-        attributes = inspect.getdoc(one).partition("Attributes:\n")[2]  # type: ignore[union-attr]
-        if found := re.search(rf"^    {key}: (.*(?:\n     .*)*)", attributes, flags=re.MULTILINE):
-            text = " ".join(found[1].split())
-            return _UNKNOWN.sub("null", text[0].upper() + text[1:])
+    if isinstance(found := inspect.getattr_static(Window, key, None), property):
+        return _UNKNOWN.sub("null", str(found.__doc__))
+    attributes = inspect.getdoc(Window).partition("Attributes:\n")[2]  # type: ignore[union-attr]
+    if found := re.search(rf"^    {key}: (.*(?:\n     .*)*)", attributes, flags=re.MULTILINE):
+        text = " ".join(found[1].split())
+        return _UNKNOWN.sub("null", text[0].upper() + text[1:])
     raise LookupError(f"no attribute or property of Window says what {key!r} of a record means; give it a docstring")

@@ -14,6 +14,7 @@ from typing import Any
 from headway.audit.formats import FORMATS, KNOWN_LINES, TRL, Format
 from headway.audit.rows import Log, LogRow, RecordBasis, near, printed
 from headway.errors import LogError, UsageError
+from headway.log.records import RecordReader, is_header
 from headway.report.numbers import finite, integer
 from headway.words import Argument
 
@@ -225,18 +226,19 @@ def _own_records(text: str) -> Log | None:
     """Read a metrics.jsonl that Headway wrote, in useful FLOPs already; give None for any other file."""
     rows, skipped, changes = [], Counter[str](), list[RecordBasis]()
     # Lines that are no step are counted, so that a reader sees why they are missing.
+    reader = RecordReader()
     for line in text.splitlines():
         if not line.strip():
             continue
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
+        record = reader.read(line.encode())
+        if record is None:
             skipped["a line that a kill left unfinished"] += 1
             continue
+        if is_header(record):
+            continue
         # The file holds evaluations and other events too, which are no steps.
-        if not isinstance(record, dict) or "flops_per_s_per_device" not in record:
-            kind = record.get("kind", "another record") if isinstance(record, dict) else "no record"
-            skipped[f"{kind}, which is no step"] += 1
+        if "flops_per_s_per_device" not in record:
+            skipped[f"{record.get('kind', 'another record')}, which is no step"] += 1
             continue
         try:
             row, basis = _row(record), _recorded(record)

@@ -19,6 +19,7 @@ from headway.config.sections import settings_off_default
 from headway.data.sources.files import without_query
 from headway.errors import HeadwayError
 from headway.log.jsonl import as_object
+from headway.log.records import RecordReader
 from headway.log.run_files import CONFIG, METRICS, RUN, LossTally
 from headway.report import Column, format_count, format_duration, format_rate, format_share
 from headway.report.markdown import markdown_code, markdown_table, markdown_text
@@ -96,9 +97,8 @@ def _records(file: Path, step: int, config: TrainConfig, machine: Mapping[str, A
     last: Mapping[str, Any] = {}
     at_peak = wall_s = 0.0  # FLOPs that the devices could have computed meanwhile; time [s]
     with file.open("rb") as lines:
-        for line in lines:
-            record = as_object(line)
-            if record is None or record.get("step", 0) > step:
+        for record in filter(None, map(RecordReader().read, lines)):
+            if record.get("step", 0) > step:
                 continue
             evaluation = record if record.get("kind") == "evaluation" else evaluation
             if record.get("kind") != "step":

@@ -24,7 +24,8 @@ from headway.explain.findings.rules import find
 from headway.explain.phases import phase_lines
 from headway.explain.run_folder import BESIDE, device_of_run, notes_of_run, time_beside
 from headway.files import open_plain
-from headway.log.jsonl import as_object, sharing_decoder
+from headway.log.jsonl import sharing_decoder
+from headway.log.records import RecordReader, is_header
 from headway.report.numbers import finite, integer, quantity
 from headway.report.step_lines import NAMES
 from headway.words import Argument
@@ -195,17 +196,19 @@ def _read_records(path: Path) -> tuple[list[_StepRecord], list[str]]:
     by_step: dict[int, _StepRecord] = {}
     # Lines of other kinds and damaged lines are counted, so that the notes say what is left out.
     others, timeless, unreadable, repeated = 0, 0, list[int](), 0
-    is_torn, decoder = False, sharing_decoder()
+    is_torn, reader = False, RecordReader(sharing_decoder())
     try:
         with open_plain(path) as file:
             for number, line in enumerate(file, start=1):
                 if not line.strip():
                     continue
-                record = as_object(line, decoder)
+                record = reader.read(line)
                 if record is None:
                     unreadable.append(number)
                     # Only the last line of a file can lack its end.
                     is_torn = not line.endswith(b"\n")
+                    continue
+                if is_header(record):
                     continue
                 entry = _checked(record)
                 if entry is None:

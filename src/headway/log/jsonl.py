@@ -56,7 +56,11 @@ class LineFile:
         Raises:
             OSError: the line could not be written whole, as on a full disk.
         """
-        append_whole(self._file, json.dumps(record, allow_nan=False).encode() + b"\n", self.path)
+        self.append_lines(json.dumps(record, allow_nan=False).encode() + b"\n")
+
+    def append_lines(self, lines: bytes) -> None:
+        """Append objects that are lines already, all of them or none; raises as `append`."""
+        append_whole(self._file, lines, self.path)
 
     def close(self) -> None:
         """Close the file, and let go of it."""

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from headway.errors import ConfigError
 from headway.log.jsonl import LineFile
+from headway.log.records import RecordLines, StepRecord
 from headway.log.sink import Sink, flatten
 from headway.stores import url_of
 
@@ -83,7 +84,7 @@ class Sinks(Sink):
 
 
 class JsonlSink(Sink):
-    """One JSON object per line, in the system's hands when `write` returns.
+    """One JSON object per line, in the system's hands when `write` returns; `read_records` gives the records.
 
     An existing file is continued, as after a resume, and never shortened by a whole line: steps that are done again
     appear again, and the last line of a step is the one that holds. Values that are not finite, for which JSON has no
@@ -97,12 +98,12 @@ class JsonlSink(Sink):
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = LineFile(path)
+        self._file, self._lines = LineFile(path), RecordLines()
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append a record."""
         flatten(record)
-        self._file.append(_finite(record))
+        self._file.append_lines(self._lines.encode(record if isinstance(record, StepRecord) else _finite(record)))
 
     def close(self) -> None:
         """Close the file."""

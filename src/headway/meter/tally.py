@@ -11,11 +11,9 @@ from typing import Any
 from headway.count import FlopCount, FlopRow, Workload, modalities
 from headway.count.generation import GENERATION_QUANTITIES
 from headway.devices import Peak
-from headway.meter.phase_use import PhaseUse, SampledPhases
 from headway.meter.phases import PHASES
 from headway.meter.step_phases import REST, PhaseDevices
-from headway.meter.utilisation import ratio
-from headway.meter.window import Window
+from headway.meter.window import PhaseUse, Window, late_rank
 
 NS = 1_000_000_000
 Packed = tuple[Sequence[int], list[list[int]], dict[str, Any]]  # sums on their way to another rank
@@ -290,7 +288,6 @@ def _use(sums: Sums, first: Sums, devices: PhaseDevices, is_elsewhere: bool) -> 
         flops=sums.count(),
         wall_s=first.totals["devices_ns"] / NS or loop_s,
         loop_s=loop_s,
-        data_wait_s=0.0,
         tokens=totals["tokens"],
         slots=totals["slots"],
         peak=devices.peak,
@@ -309,20 +306,23 @@ def _added(before: list[Sums], ranks: list[Sums]) -> list[Sums]:
     return [a + b for a, b in zip(before, ranks, strict=True)] if before else ranks
 
 
-def _phases(ranks: Sequence[Sums]) -> SampledPhases | None:
+def _phases(ranks: Sequence[Sums]) -> dict[str, Any] | None:
     """Describe the phases of the first rank's sampled steps, and which rank was late for the others' gradients."""
     first = ranks[0].totals
     if not first["num_sampled"]:
         return None
-    per_step = [{phase: ratio(rank.totals[f"{phase}_phase_ns"], rank.totals["num_sampled"]) for phase in PHASES}
-                for rank in ranks]  # fmt: skip
-    return SampledPhases(
-        first["num_sampled"],
-        {phase: ns / NS for phase, ns in per_step[0].items()},
-        host_s=ratio(first["host_ns"], first["num_sampled"]) / NS if first["lead_ns"] else math.nan,
-        lead_s=ratio(first["lead_ns"], first["num_sampled"]) / NS if first["lead_ns"] else math.nan,
-        by_rank_s=tuple({phase: times[phase] / NS for phase in _OWN} for times in per_step),
-    )
+    per_step = [
+        {phase: rank.totals[f"{phase}_phase_ns"] / (rank.totals["num_sampled"] or math.nan) / NS for phase in PHASES}
+        for rank in ranks
+    ]
+    looked = first["num_sampled"] if first["lead_ns"] else math.nan  # a CPU has no queue to be ahead of
+    return {
+        "num_sampled": first["num_sampled"],
+        "phases_s": per_step[0],
+        "host_s": first["host_ns"] / looked / NS,
+        "host_lead_s": first["lead_ns"] / looked / NS,
+        **late_rank([{phase: times[phase] for phase in _OWN} for times in per_step]),
+    }
 
 
 _OWN = ("data", "input", "inference", "forward", "loss")  # before ranks wait for each other's gradients

@@ -1,29 +1,127 @@
 """A window: consecutive steps of all ranks, and the record of it."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from statistics import median
 from typing import Any
 
-from headway.meter.phase_use import LATENESS, PhaseUse, SampledPhases
-from headway.meter.utilisation import Utilisation, mbu_of, ratio
+from headway.count import FlopCount, modalities
+from headway.devices import Peak
+from headway.log.records import LISTED, SCHEMA_VERSION, StepRecord, known, of_ranks, phase_entries, ratio
 from headway.report import format_count, format_duration, format_rounded, format_share
 
-SCHEMA_VERSION = 1
 _SMOOTHED = ("mfu", "hfu", "tokens_per_s", "step_s")
-_LISTED = 128  # ranks up to which a record lists each of them
+_LATENESS = ("late_rank", "late_rank_s", "late_rank_phase")
 
 # Entries of a record of which no step was divided: all records have the same names.
-_NO_PHASES = {"num_sampled": 0, **dict.fromkeys(("phases_s", "host_s", "host_lead_s", *LATENESS))}
+_NO_PHASES = {"num_sampled": 0, **dict.fromkeys(("phases_s", "host_s", "host_lead_s", *_LATENESS))}
 _NO_FACTS = dict.fromkeys(("device_memory_bytes", "weights_dtype", "optimizer", "places", "anomaly_mode"))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Window(Utilisation):
-    """Consecutive steps of all ranks together.
+class _Entry(property):
+    """An entry of a record as an attribute; NaN where it is not known."""
+
+    def __init__(self, meaning: str) -> None:
+        super().__init__(self._read, doc=meaning)
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def _read(self, use: Any) -> float:
+        value: float | None = use.entries[self._name]
+        return math.nan if value is None else value
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseUse:
+    """A named phase of a window's steps; its time, `wall_s`, is that of its own devices where they tell it.
 
     Attributes:
+        flops: counted FLOPs, by component and phase.
+        wall_s: time [s].
+        loop_s: time that the loop was in it [s]; those of all phases add up to the steps' time.
+        tokens: real tokens.
+        slots: positions computed, padding included.
+        peak: what one device can do.
+        world_size: devices that shared the work.
+        is_elsewhere: whether it has devices of its own, whose FLOPs are not those of the steps.
+        supervised: labelled tokens.
+        generation: what was generated in it, by the names in `headway.count.generation.GENERATION_QUANTITIES`.
+        scored_tokens: tokens of forwards without a backward, of the model beside the trained one with most of them.
+        bytes_moved: bytes that it moved at least; 0 where they are not known.
+        weight_bytes: those of them that generations read of weights.
+        peak_bytes_per_s: memory bandwidth of one device [B/s]; NaN where it is not known.
+    """
+
+    flops: FlopCount
+    wall_s: float
+    loop_s: float
+    tokens: int
+    slots: int
+    peak: Peak
+    world_size: int
+    is_elsewhere: bool
+    supervised: int
+    generation: Mapping[str, int]
+    scored_tokens: int
+    bytes_moved: int
+    weight_bytes: int
+    peak_bytes_per_s: float
+
+    mfu = _Entry("Useful model FLOPs / (wall time x peak), a fraction.")
+    mbu = _Entry("Bytes moved at least / (wall time x peak bytes/s), a fraction; NaN where either is not known.")
+    tokens_per_s = _Entry("Real tokens per second, all devices together.")
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of prompts that were answered, each prompt once."""
+        return self.generation["prompt_tokens"]
+
+    @property
+    def generated_tokens(self) -> int:
+        """Tokens of the answers."""
+        return self.generation["generated_tokens"]
+
+    @property
+    def bound(self) -> str | None:
+        """Limit of the phase on perfect hardware, `compute` or `memory`; None where it is not known."""
+        bound: str | None = self.entries["bound"]
+        return bound
+
+    @cached_property
+    def entries(self) -> dict[str, Any]:
+        """Its entries of a record."""
+        return phase_entries(known(self.measured()), _devices(self))
+
+    def measured(self) -> dict[str, Any]:
+        """Give the entries that a file keeps: those that are not 0, with the peaks of devices of its own."""
+        counts = {name: getattr(self, name) for name in ("tokens", "slots", "supervised", "scored_tokens")}
+        counts |= {**self.generation, "bytes_moved": self.bytes_moved, "weight_bytes": self.weight_bytes}
+        own: dict[str, Any] = {} if self.wall_s == self.loop_s else {"busy_s": self.wall_s}
+        if self.is_elsewhere:
+            own = {"devices_s": self.wall_s, "num_devices": self.world_size, **_devices(self)}
+        flops = {"flops": _passes(self.flops)} if self.flops.rows else {}
+        return {"wall_s": self.loop_s, **own, **flops, **{name: number for name, number in counts.items() if number}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """Consecutive steps of all ranks together.
+
+    Every rate is a total over a total, and NaN where that is not known: of a step without work, time or slots, or with
+    an unknown peak. A run's MFU is therefore the time-weighted one: the sum of its FLOPs over the
+    sum of its time, not the mean of its steps' MFUs, which would let short steps count as much as long ones.
+
+    Attributes:
+        flops: counted FLOPs, by component and phase.
+        wall_s: wall-clock time, the wait for data included [s].
+        data_wait_s: part of `wall_s` spent waiting for data [s].
+        tokens: real tokens.
+        slots: positions computed, padding included.
+        peak: what one device can do.
+        world_size: devices that shared the work.
         step: number of the last step in it, from 1.
         num_steps: steps counted in it.
         num_left_out: steps of it that were warm-up or compiled something, and are not counted.
@@ -34,7 +132,7 @@ class Window(Utilisation):
             [s].
         collection_s: time of Python's garbage collections on the first rank, within the counted steps [s].
         num_profiled: counted steps that the first rank recorded with a profiler, which makes them slower.
-        sampled: phases of the sampled steps; None where none was sampled.
+        sampled: entries of a record about the phases of sampled steps; None where none was sampled.
         phases: phases that the loop names, and the rest, by name; none where it names none.
         supervised: tokens with a label; of micro-batches that told it.
         num_without_labels: micro-batches that did not.
@@ -58,21 +156,28 @@ class Window(Utilisation):
         extra: the loop's own numbers (loss, learning rate): those of this rank's last step.
     """
 
-    step: int
-    num_steps: int
-    num_left_out: int
-    left_out_s: float
-    num_skipped: int
-    segments: int
-    media: Mapping[str, int]
-    rank_flops: tuple[int, ...]
-    rank_busy_s: tuple[float, ...]
-    rank_busy_flops: tuple[int, ...]
+    flops: FlopCount
+    wall_s: float
+    data_wait_s: float = 0.0
+    tokens: int
+    slots: int
+    peak: Peak
+    world_size: int
+    step: int = 0
+    num_steps: int = 1
+    num_left_out: int = 0
+    left_out_s: float = 0.0
+    num_skipped: int = 0
+    segments: int = 0
+    media: Mapping[str, int] = field(default_factory=lambda: modalities.totals({}))
+    rank_flops: tuple[int, ...] = ()
+    rank_busy_s: tuple[float, ...] = ()
+    rank_busy_flops: tuple[int, ...] = ()
     away_s: float = 0.0
     away_for_s: Mapping[str, float] = field(default_factory=dict)
     collection_s: float = 0.0
     num_profiled: int = 0
-    sampled: SampledPhases | None = None
+    sampled: Mapping[str, Any] | None = None
     phases: Mapping[str, PhaseUse] = field(default_factory=dict)
     supervised: int = 0
     num_without_labels: int = 0
@@ -85,38 +190,43 @@ class Window(Utilisation):
     bytes_moved: int = 0
     peak_bytes_per_s: float = math.nan
     smoothed: "Window | None" = None
-    extra: dict[str, float]
+    extra: dict[str, float] = field(default_factory=dict)
+
+    mfu = _Entry("Useful model FLOPs / (wall time x peak), a fraction.")
+    hfu = _Entry("MFU with the recomputed FLOPs of activation checkpointing added, a fraction.")
+    mfu_of_ceiling = _Entry("Useful FLOPs / (wall time x measured ceiling), a fraction; NaN without a ceiling.")
+    mfu_of_all_devices = _Entry(
+        "MFU with the devices that phases have of their own, over the time of the steps, a fraction."
+    )
+    mbu = _Entry("Bytes moved at least / (wall time x peak bytes/s), a fraction; NaN where either is not known.")
+    flops_per_s = _Entry("Useful model FLOPs per second, all devices together [FLOP/s].")
+    tokens_per_s = _Entry("Real tokens per second, all devices together.")
+    slots_per_s = _Entry("Computed positions per second, padding included.")
+    step_s = _Entry("Mean wall time of a step [s].")
+    padding_share = _Entry("Share of the computed positions that were padding, a fraction.")
+    data_wait_share = _Entry("Share of the wall time spent waiting for data, a fraction.")
+    fill = _Entry("Real tokens / room in the micro-batches, a fraction; NaN without a packing length.")
+    joules_per_token = _Entry("Energy of the boards per real token [J]; NaN where it is not known.")
+    balance = _Entry("Mean over maximum of the ranks' useful FLOPs, a fraction: 1 when all carry the same.")
+    straggler_share = _Entry(
+        "Least share of the time that ranks waited for the heaviest one, were all equally fast: 1 - balance."
+    )
+    heaviest_rank_load = _Entry(
+        "FLOPs of the heaviest rank over the mean of all, 1 or more: where the work makes the others wait."
+    )
+    slowest_rank_speed = _Entry(
+        "Speed of the slowest rank over the median of those that had work: where a device makes the others wait."
+    )
 
     @property
-    def step_s(self) -> float:
-        """Mean wall time of a step [s]."""
-        return ratio(self.wall_s, self.num_steps)
+    def convention(self) -> str:
+        """Rule by which the FLOPs were counted, such as "useful/1"."""
+        return self.flops.convention
 
     @property
-    def mfu_of_ceiling(self) -> float:
-        """Useful FLOPs / (wall time x measured ceiling), a fraction; NaN without a ceiling."""
-        return ratio(self.flops_per_s, self.ceiling_flops_per_s * self.world_size)
-
-    @property
-    def mbu(self) -> float:
-        """Bytes moved at least / (wall time x peak bytes/s), a fraction; NaN where either is not known."""
-        return mbu_of(self)
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """Say what cannot be right about these numbers, of a phase after its name; usually empty."""
-        own: tuple[str, ...] = Utilisation.warnings.__get__(self)  # as slots rebuild the class
-        return own + tuple(
-            f"phase {name}: {warning}" for name, phase in self.phases.items() for warning in phase.warnings
-        )
-
-    @property
-    def mfu_of_all_devices(self) -> float:
-        """MFU with the devices that phases have of their own, over the time of the steps, a fraction."""
-        elsewhere = [phase for phase in self.phases.values() if phase.is_elsewhere]
-        flops = self.flops.total + sum(phase.flops.total for phase in elsewhere)
-        peak = self.peak_flops_per_s + sum(phase.peak_flops_per_s for phase in elsewhere)
-        return ratio(ratio(flops, self.wall_s), peak)
+    def peak_flops_per_s(self) -> float:
+        """Peak of all devices together [FLOP/s]."""
+        return self.peak.flops_per_s * self.world_size
 
     @property
     def num_supervised(self) -> float:
@@ -124,9 +234,22 @@ class Window(Utilisation):
         return math.nan if self.num_without_labels else self.supervised
 
     @property
-    def fill(self) -> float:
-        """Real tokens / room in the micro-batches, a fraction; NaN without a packing length."""
-        return ratio(self.tokens, self.num_batches * (self.packing_length or 0))
+    def heaviest_rank(self) -> int | None:
+        """The rank that was given the most FLOPs, the first of several; None when none has any."""
+        rank: int | None = self.entries["heaviest_rank"]
+        return rank
+
+    @property
+    def slowest_rank(self) -> int | None:
+        """The rank whose device computed slowest, of those that had work; None without any, or where nobody looked."""
+        rank: int | None = self.entries["slowest_rank"]
+        return rank
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Say what cannot be right about these numbers, of a phase after its name; usually empty."""
+        of_phases = ((f"phase {name}: ", phase) for name, phase in self.phases.items())
+        return tuple(text for name, use in (("", self), *of_phases) for text in _above_peak(use, name))
 
     def __str__(self) -> str:
         """The window in a line, as for `print`; `to_dict` has all of it."""
@@ -136,67 +259,44 @@ class Window(Utilisation):
             f"{format_rounded(self.tokens_per_s)} tokens/s, padding {format_share(self.padding_share)}"
         )
 
-    @property
-    def joules_per_token(self) -> float:
-        """Energy of the boards per real token [J]; NaN where it is not known."""
-        return ratio(self.energy_j, self.tokens)
+    @cached_property
+    def entries(self) -> StepRecord:
+        """The record, from which the attributes that are rates and shares are read."""
+        return StepRecord(self.measured())
 
-    @property
-    def balance(self) -> float:
-        """Mean over maximum of the ranks' useful FLOPs, a fraction: 1 when all carry the same, NaN without any."""
-        return ratio(sum(self.rank_flops), len(self.rank_flops) * max(self.rank_flops, default=0))
+    def to_dict(self) -> StepRecord:
+        """Flatten into JSON-ready values; seconds, counts and fractions, never percent; None for what is not known."""
+        return StepRecord(self.measured())
 
-    @property
-    def straggler_share(self) -> float:
-        """Least share of the time that ranks waited for the heaviest one, were all equally fast: 1 - balance."""
-        return 1 - self.balance
-
-    @property
-    def heaviest_rank(self) -> int | None:
-        """The rank that was given the most FLOPs, the first of several; None when none has any."""
-        if not any(self.rank_flops):
-            return None
-        return max(range(len(self.rank_flops)), key=self.rank_flops.__getitem__)
-
-    @property
-    def heaviest_rank_load(self) -> float:
-        """FLOPs of the heaviest rank over the mean of all, 1 or more: where the work makes the others wait."""
-        return ratio(1, self.balance)
-
-    @property
-    def rank_speeds(self) -> tuple[float, ...]:
-        """FLOPs of each rank's forwards over the time that it computed them [FLOP/s].
-
-        NaN of a rank that had no work, which says nothing of its device, and where nobody looked.
-        """
-        spans = zip(self.rank_busy_flops, self.rank_busy_s, strict=True)
-        return tuple(ratio(flops, busy_s) if flops else math.nan for flops, busy_s in spans)
-
-    @property
-    def slowest_rank(self) -> int | None:
-        """The rank whose device computed slowest, of those that had work; None without any, or where nobody looked."""
-        speeds = self.rank_speeds
-        worked = [rank for rank, flops in enumerate(self.rank_busy_flops) if flops]
-        if not worked or any(math.isnan(speeds[rank]) for rank in worked):
-            return None
-        return min(worked, key=speeds.__getitem__)
-
-    @property
-    def slowest_rank_speed(self) -> float:
-        """Speed of the slowest rank over the median of those that had work: where a device makes the others wait."""
-        rank, speeds = self.slowest_rank, self.rank_speeds
-        if rank is None:
-            return math.nan
-        return ratio(speeds[rank], median(speed for speed in speeds if not math.isnan(speed)))
-
-    def _record(self) -> dict[str, Any]:
-        per_device = self.wall_s * self.world_size
+    def measured(self) -> dict[str, Any]:
+        """Give the entries that a file keeps, from which `StepRecord` makes a record."""
+        by_component = self.flops.by_component()
+        ranks = {name: getattr(self, name) for name in ("rank_flops", "rank_busy_s", "rank_busy_flops")}
+        smoothed = self.smoothed
         return {
             "schema_version": SCHEMA_VERSION,
             "kind": "step",
-            **Utilisation._record(self),  # slots rebuild the class, which a bare super() would miss
             "step": self.step,
             "num_steps": self.num_steps,
+            "wall_s": self.wall_s,
+            "data_wait_s": self.data_wait_s,
+            # tokens are real ones, slots have padding too
+            "tokens": self.tokens,
+            "slots": self.slots,
+            "supervised": self.num_supervised,
+            "segments": self.segments,
+            **self.media,
+            "flops": _passes(self.flops),
+            "components": [*by_component],
+            "flops_by_component": [*by_component.values()],
+            # what shares are of
+            "convention": self.convention,
+            "peak_dtype": self.peak.dtype,
+            "peak_source": self.peak.source,
+            "ceiling_flops_per_s": self.ceiling_flops_per_s,
+            **_devices(self),
+            "num_batches": self.num_batches,
+            "packing_length": self.packing_length,
             # time that no step is billed for
             "num_left_out": self.num_left_out,
             "left_out_s": self.left_out_s,
@@ -204,49 +304,61 @@ class Window(Utilisation):
             **{f"{bucket}_s": seconds for bucket, seconds in self.away_for_s.items()},
             "collection_s": self.collection_s,
             "num_profiled": self.num_profiled,
-            **(_NO_PHASES if self.sampled is None else self.sampled.to_dict()),
-            "phases": {name: phase.to_dict() for name, phase in self.phases.items()},
+            **(_NO_PHASES if self.sampled is None else self.sampled),
+            "phases": {name: phase.measured() for name, phase in self.phases.items()},
             "num_skipped": self.num_skipped,
-            "step_s": self.step_s,
-            # rates of all devices together, and of one
-            "flops_per_s": self.flops_per_s,
-            "flops_per_s_per_device": ratio(self.flops_per_s, self.world_size),
-            "tokens_per_s_per_device": ratio(self.tokens, per_device),
-            "slots_per_s_per_device": ratio(self.slots, per_device),
-            # what the tokens belonged to, and media
-            "supervised": self.num_supervised,
-            "supervised_per_s": ratio(self.num_supervised, self.wall_s),
-            "segments": self.segments,
-            **self.media,
-            "images_per_s": ratio(self.media["images"], self.wall_s),
-            "patches_per_s": ratio(self.media["patches"], self.wall_s),
-            "flops_share_by_component": self._shares(),
-            "mfu_of_all_devices": self.mfu_of_all_devices,
-            "mfu_of_ceiling": self.mfu_of_ceiling,
-            "mbu": self.mbu,
             "bytes_moved": self.bytes_moved or None,
-            "fill": self.fill,
             "energy_j": self.energy_j,
-            "joules_per_token": self.joules_per_token,
-            # differences between ranks; each rank's own numbers where there are few
-            "balance": self.balance,
-            "straggler_share": self.straggler_share,
-            "heaviest_rank": self.heaviest_rank,
-            "heaviest_rank_load": self.heaviest_rank_load,
-            "slowest_rank": self.slowest_rank,
-            "slowest_rank_speed": self.slowest_rank_speed,
-            **(self._by_rank() if self.world_size <= _LISTED else {}),
+            # each rank's own numbers where there are few, else how they differ
+            **(ranks if self.world_size <= LISTED else of_ranks(ranks, is_listed=False)),
             "peak_memory_bytes": self.peak_memory_bytes,
             **_NO_FACTS,
             **self.loop,
-            **({f"{name}_smoothed": getattr(self.smoothed, name) for name in _SMOOTHED} if self.smoothed else {}),
+            **({f"{name}_smoothed": getattr(smoothed, name) for name in _SMOOTHED} if smoothed else {}),
             **self.extra,
         }
 
-    def _by_rank(self) -> dict[str, list[float]]:
-        """List the FLOPs of each rank, and its FLOPs per busy second, which tell a heavy pack from a slow device."""
-        return {"rank_flops": [*self.rank_flops], "rank_flops_per_busy_s": [*self.rank_speeds]}
 
-    def _shares(self) -> dict[str, float]:
-        total = self.flops.total
-        return {name: ratio(flops, total) for name, flops in self.flops.by_component().items()} if total else {}
+def _passes(flops: FlopCount) -> dict[str, int]:
+    return {name: getattr(flops, name) for name in ("forward", "dgrad", "wgrad", "recompute")}
+
+
+def _devices(use: Any) -> dict[str, Any]:
+    """Number and peaks of the devices, as entries of a record."""
+    return {
+        "world_size": use.world_size,
+        "peak_flops_per_s": use.peak.flops_per_s,
+        "peak_bytes_per_s": use.peak_bytes_per_s,
+    }
+
+
+def _above_peak(use: Any, name: str) -> tuple[str, ...]:
+    """Say why numbers of steps, or of a phase, cannot be right, and what to look at; nothing where they can be."""
+    count, peak_flops = use.flops, use.peak.flops_per_s * use.world_size
+    mfu, hfu = (ratio(ratio(n, use.wall_s), peak_flops) for n in (count.total, count.total + count.recompute))
+    if hfu is None or mfu is None or not hfu > 1:  # an unknown peak
+        return ()
+    kind, value = ("MFU", mfu) if mfu > 1 else ("HFU", hfu)
+    return (
+        f"{name}{kind} of {value:.1%} is above 100 %, which no device can reach. Likely causes: the peak is too low "
+        f"({use.peak.flops_per_s:.4g} FLOP/s in {use.peak.dtype}, {use.peak.source}); the step was timed "
+        "without waiting for the device; or the "
+        "workload handed to the meter is not the one that was computed, or comes from more devices than "
+        f"world_size={use.world_size}.",
+    )
+
+
+def late_rank(by_rank_s: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    """Entries about the rank that comes last to its backward: how much later [s], and by which phase most.
+
+    Args:
+        by_rank_s: of each rank, the phases before ranks wait for each other's gradients [s]; NaN where it took none.
+    """
+    totals = [sum(phases.values()) for phases in by_rank_s]
+    if len(totals) < 2 or any(math.isnan(total) for total in totals):
+        return dict.fromkeys(_LATENESS)
+    rank = max(range(len(totals)), key=totals.__getitem__)
+    others = [phases for place, phases in enumerate(by_rank_s) if place != rank]
+    more = {name: seconds - median(phases[name] for phases in others) for name, seconds in by_rank_s[rank].items()}
+    late_s = totals[rank] - max(total for place, total in enumerate(totals) if place != rank)
+    return dict(zip(_LATENESS, (rank, late_s, max(more, key=more.__getitem__)), strict=True))

@@ -21,6 +21,7 @@ import yaml
 
 from headway.errors import LogError
 from headway.files import open_plain
+from headway.log.records import RecordReader
 from headway.log.run_files import CONFIG, METRICS
 from headway.log.sink import flatten
 from headway.report import format_count, render_pairs
@@ -405,15 +406,15 @@ def _named(ranges: Ranges) -> str:
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield a file's records but for a last line without a line break, which a kill tore or which is being written."""
-    number = 0
+    number, reader = 0, RecordReader()
     try:
         with open_plain(path) as file:
             for line in file:
                 number += 1
                 if not line.endswith(b"\n"):
                     return
-                record = json.loads(line)
-                if not isinstance(record, dict):
+                record = reader.read(line)
+                if record is None:
                     raise ValueError("an object was expected")
                 yield record
     except OSError as error:

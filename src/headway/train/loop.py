@@ -21,10 +21,10 @@ from headway.config import TrainConfig
 from headway.data import Batch
 from headway.data.feed import transfer_ahead
 from headway.errors import RunCompleteError, TrainingError, first_line
+from headway.log.records import SCHEMA_VERSION
 from headway.log.run_files import SAMPLES
 from headway.meter import Goodput
 from headway.meter.goodput_report import Bucket
-from headway.meter.window import SCHEMA_VERSION
 from headway.models.parallel import clipping_factor, gradient_norm, reduce_gradients
 from headway.optim import learning_rate, set_learning_rate, take_step
 from headway.train.objective import LoopStep

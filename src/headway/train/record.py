@@ -1,6 +1,5 @@
 """Records of a run as it writes them: metrics.jsonl, a line per step and evaluation; and the software it ran with."""
 
-import json
 import os
 import platform
 import subprocess
@@ -18,9 +17,9 @@ from headway.errors import TrainingError
 from headway.log.boundary import ErrorBoundary
 from headway.log.held_out import HeldOutTally
 from headway.log.jsonl import LineFile, append_whole
+from headway.log.records import RecordLines, RecordReader, StepRecord, is_header, known
 from headway.log.run_files import LossTally
 from headway.log.sinks import Sinks
-from headway.meter.utilisation import known
 from headway.version import __version__
 from headway.words import Argument
 
@@ -81,6 +80,7 @@ class MetricsLog:
         self._path, self.losses, self.held_out, self.resumes = path, LossTally(), HeldOutTally(), 0
         self._boundary = boundary or ErrorBoundary()
         self._waiting: deque[bytes] = deque()
+        self._lines = RecordLines()
         self.num_missing = 0
         self._file: FileIO | None = None
         self._trackers = Sinks.open(trackers, run=path.parent) if path is not None else Sinks(())
@@ -100,7 +100,7 @@ class MetricsLog:
         self.num_missing += 1
         with self._boundary.guard(f"Records in {self._path}", _WAITING):
             if len(self._waiting) < _MOST_WAITING:
-                self._waiting.append(json.dumps(known(record), allow_nan=False).encode() + b"\n")
+                self._waiting.append(self._lines.encode(record if isinstance(record, StepRecord) else known(record)))
             self._flush(self._path)
         with self._boundary.guard("Records in trackers"):
             self._trackers.write(record)
@@ -108,7 +108,7 @@ class MetricsLog:
     def _flush(self, path: Path) -> None:
         """Append the records that wait, as far as the disk takes them."""
         if self._file is None:
-            self._file = path.open("ab", buffering=0)
+            self._file = self._opened(path)
         if os.fstat(self._file.fileno()).st_nlink == 0:
             warnings.warn(
                 f"{path} was deleted while the run writes to it: the records so far are lost. Later ones go to a new "
@@ -118,26 +118,38 @@ class MetricsLog:
             )
             self._file.close()
             self._file = None  # should the next line fail
-            self._file = path.open("ab", buffering=0)
+            self._file = self._opened(path)
         while self._waiting:
             append_whole(self._file, self._waiting[0], path)
             self._waiting.popleft()
             self.num_missing -= 1
 
+    def _opened(self, path: Path) -> "FileIO":
+        """Open the file again; a new one has to begin with the headers of the lines that come."""
+        file = path.open("ab", buffering=0)
+        try:
+            if os.fstat(file.fileno()).st_size == 0:
+                append_whole(file, self._lines.headers, path)
+        except OSError:
+            file.close()
+            raise
+        return file
+
     def _go_back(self, path: Path, last_step: int, lost: Path | None, damaged: Sequence[str]) -> None:
         """Cut the file after a step, and remove a line that a kill left unfinished at the end."""
         kept_bytes, ended = 0, b"\n"
         redone: list[dict[str, Any]] = []
+        reader = RecordReader()
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
-                record = _as_record(line)
-                if record is None:
+                record = reader.read(line)
+                if record is None or (not is_header(record) and not isinstance(record.get("step"), int)):
                     if not file.read(1):
                         break  # torn by a kill
                     raise TrainingError(
                         f"{path}, line {number} is no record of a step. Repair or delete the line, then resume again."
                     )
-                if redone or record["step"] > last_step:
+                if redone or record.get("step", last_step) > last_step:
                     redone.append({name: record.get(name) for name in ("kind", "step", "packs", "samples_digest")})
                 else:
                     kept_bytes += len(line)
@@ -179,14 +191,6 @@ def _refusals(path: Path) -> Iterator[None]:
             f"{Argument('resume', True)}: checkpoints that are there are whole, and the steps since the last one are "
             "taken again."
         ) from error
-
-
-def _as_record(line: bytes) -> dict[str, Any] | None:
-    try:
-        record = json.loads(line)
-        return record if isinstance(record["step"], int) else None
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
 
 
 def _git_commit() -> str | None:

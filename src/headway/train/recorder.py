@@ -10,6 +10,7 @@ from headway.checkpoint.folder import CHAIN, DIGEST, RESUMES, SKIPPED
 from headway.data import Batch
 from headway.errors import NotFiniteError
 from headway.log.boundary import ErrorBoundary
+from headway.log.records import StepRecord
 from headway.log.run_files import write_json
 from headway.meter import Window
 from headway.models.compiling import Compilations
@@ -133,13 +134,13 @@ class StepRecorder:
             self._log.write(record)
             self._show(record)
 
-    def _record(self, window: Window, pending: LaunchedStep, numbers: StepNumbers) -> dict[str, Any]:
+    def _record(self, window: Window, pending: LaunchedStep, numbers: StepNumbers) -> StepRecord:
         """Put a step's record together, from its window and the numbers that the device has given."""
         is_finite, share = numbers.is_finite, pending.share
         # JSON has no numbers for what is not finite.
         losses = self._objective.record(numbers, share) if is_finite else {"loss": None}
         record = {
-            **window.to_dict(),
+            **window.measured(),
             **losses,
             "lr": pending.lr,
             **({} if pending.epochs is None else {"epoch": pending.epochs}),
@@ -158,7 +159,7 @@ class StepRecorder:
             record["sources"] = self._by_source(numbers.losses, share)
         if numbers.router is not None:
             record["router"] = numbers.router._asdict()
-        return record
+        return StepRecord(record)
 
     def _not_finite(self, pending: LaunchedStep, loss: float, grad_norm: float) -> str:
         """Text of the error that ends the run; the samples that this rank had in the step go to a file."""
@@ -178,7 +179,7 @@ class StepRecorder:
         )
 
     def _by_source(self, losses: Sequence[float], share: StepShare) -> dict[str, dict[str, float | None]]:
-        """Mean loss, tokens and targets of each source, and the fraction of its tokens that was cut or left out."""
+        """Mean loss, tokens and targets of each source that the step has of, and the fraction that was left out."""
         counts = share.tokens, share.supervised, share.units, share.lost
         return {
             name: {
@@ -188,4 +189,5 @@ class StepRecorder:
                 "waste": lost / (tokens + lost) if tokens + lost else 0.0,
             }
             for name, loss, tokens, supervised, units, lost in zip(self._sources, losses, *counts, strict=True)
+            if tokens or lost
         }

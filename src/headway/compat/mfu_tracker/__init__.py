@@ -9,7 +9,7 @@ import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,8 +29,8 @@ from headway.meter.environment import device_of
 from headway.meter.hooks import arguments_by_name
 from headway.meter.run_meter import RunMeter
 from headway.meter.step_meter import MeteredLoop
-from headway.meter.utilisation import Utilisation
 from headway.meter.watch import ledger_of
+from headway.meter.window import Window
 from headway.tracing.shapes import ShapeTraces, without_data
 
 __all__ = [
@@ -145,7 +145,7 @@ class UtilizationResult:
     `mbu` is a floor: the weights alone, read once in each forward and each backward of the block.
     """
 
-    def _set(self, use: Utilisation, spec: Any, weight_bytes: float) -> None:
+    def _set(self, use: Window, spec: Any, weight_bytes: float) -> None:
         self.mfu, self.hfu, self.elapsed_sec = use.mfu, use.hfu, use.wall_s
         self.achieved_tflops, self.achieved_tbs = use.flops_per_s / 1e12, weight_bytes / use.wall_s / 1e12
         self.tokens_per_sec = use.tokens_per_s if use.tokens else math.nan
@@ -203,7 +203,14 @@ def track(
         (end := clock.mark(device)).wait()
         again = 0 if hfu_flop_count is None else round(hfu_flop_count) - round(flop_count)
         count = FlopCount((FlopRow("stated", "blocks", round(flop_count), recompute=again),), "stated")
-        use = Utilisation(count, end.seconds_since(begin), 0.0, num_tokens or 0, 0, peak, num_gpus)
+        use = Window(
+            flops=count,
+            wall_s=end.seconds_since(begin),
+            tokens=num_tokens or 0,
+            slots=0,
+            peak=peak,
+            world_size=num_gpus,
+        )
         result._set(use, spec, math.nan if param_bytes is None else param_bytes)
         result.hfu = math.nan if hfu_flop_count is None else result.hfu
         return
@@ -221,7 +228,7 @@ def track(
         meter.leave("idle")  # waits for the device, so that the step's numbers are here
         (window,) = meter.merge([meter.finished()])
     tokens = window.tokens if num_tokens is None else num_tokens
-    use = Utilisation(window.flops, window.wall_s, 0.0, tokens, window.slots, peak, num_gpus)
+    use = replace(window, tokens=tokens, peak=peak, world_size=num_gpus, data_wait_s=0.0)
     own_bytes = sum(p.numel() * p.element_size() for p in weights) if param_bytes is None else param_bytes
     result._set(use, spec, own_bytes * (2 * window.num_batches or 1))
 

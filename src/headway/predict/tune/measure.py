@@ -4,7 +4,6 @@ The run is that of `headway train` on the recipe's own data, in a run folder tha
 runs out, a crash and a run that does not end are results like any other.
 """
 
-import json
 import os
 import signal
 import statistics
@@ -20,6 +19,7 @@ from typing import Literal
 import yaml
 
 from headway.config import TrainConfig, parse_config
+from headway.log.records import read_records
 from headway.log.run_files import METRICS
 from headway.predict.tune.search import Candidate
 from headway.safe_path import current_folder_kept_out
@@ -164,8 +164,7 @@ def _failed(code: int, stderr: str) -> Trial:
 
 
 def _read(path: Path) -> Trial:
-    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    timed = [record for record in records if record.get("kind") == "step"][WARM_UP:]
+    timed = [record for record in read_records(path) if record.get("kind") == "step"][WARM_UP:]
     seconds = sum(record["wall_s"] for record in timed)
     if not timed or not seconds:
         return Trial("failed", reason="the data ended before a step could be timed")

@@ -1,0 +1,132 @@
+"""A file of records keeps what was measured, once, and its one reader gives back every record as it was."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from headway.count import FlopCount, FlopRow
+from headway.devices import Peak
+from headway.errors import LogError
+from headway.log.jsonl import read_jsonl
+from headway.log.records import RecordLines, StepRecord, read_records
+from headway.log.sinks import Sinks
+from headway.meter import Window
+
+PEAK = Peak("test device", 1e12, "fp32", "made up for a test")
+AWAY = dict.fromkeys(("compile", "evaluation", "checkpoint"), 0.0)
+STEP = Window(
+    flops=FlopCount((FlopRow("language.mlp", "tokens", 300, 300, 300),)), wall_s=0.5, tokens=90, slots=100, peak=PEAK,
+    world_size=1, step=1, rank_flops=(900,), rank_busy_s=(0.3,), rank_busy_flops=(300,), away_for_s=AWAY,
+    extra={"loss": 2.5},
+)  # fmt: skip
+OLD = Path(__file__).with_name("records_of_version_1.jsonl")
+"""Steps and an evaluation of `headway train` over two sources, and a window of a loop with phases, as Headway wrote
+them before its files had headers."""
+
+
+def written(path, records):
+    lines = RecordLines()
+    path.write_bytes(b"".join(map(lines.encode, records)))
+    return path
+
+
+def test_records_of_an_older_file_are_what_they_were(tmp_path):
+    whole = read_jsonl(OLD)
+    assert list(read_records(OLD)) == whole
+    assert [record["kind"] for record in whole] == ["step", "step", "evaluation", "step", "step"]
+    # What a file of today is read as has the same names.
+    (record,) = read_records(written(tmp_path / "a.jsonl", [STEP.to_dict()]))
+    of_train = {"loss", "lr", "epoch", "grad_norm", "compiled", "recompiles", "packs", "making_s", "samples_digest"}
+    assert record.keys() == whole[0].keys() - (of_train - {"loss"}) - {"sources"}
+
+
+def test_what_follows_from_the_numbers_of_an_older_record_is_computed_again():
+    """The whole records of the older file are the witness: their rates were computed by the code of that time."""
+    for old in read_jsonl(OLD)[:2]:
+        by_component = old["flops_by_component"]
+        counted = {
+            "components": [*by_component], "flops_by_component": [*by_component.values()],
+            "flops": {name: old["flops"][name] for name in ("forward", "dgrad", "wgrad", "recompute")},
+            "rank_busy_s": [old["flops"]["forward"] / old["rank_flops_per_busy_s"][0]],
+            "rank_busy_flops": [old["flops"]["forward"]],
+            "num_batches": 1, "packing_length": 64, "ceiling_flops_per_s": None, "peak_bytes_per_s": None,
+        }  # fmt: skip
+        again = StepRecord({name: value for name, value in old.items() if name not in DERIVED} | counted)
+        assert again.keys() == old.keys()
+        assert {name: again[name] for name in DERIVED} == {
+            name: pytest.approx(old[name], rel=1e-12) for name in DERIVED
+        }
+
+
+DERIVED = (
+    "data_wait_share", "tokens_per_s", "slots_per_s", "padding_share", "mfu", "hfu", "step_s", "flops_per_s",
+    "flops_per_s_per_device", "tokens_per_s_per_device", "slots_per_s_per_device", "supervised_per_s", "images_per_s",
+    "patches_per_s", "flops_share_by_component", "mfu_of_all_devices", "fill", "balance", "straggler_share",
+    "heaviest_rank", "heaviest_rank_load", "slowest_rank", "slowest_rank_speed", "rank_flops_per_busy_s",
+)  # fmt: skip
+
+
+def series():
+    """Steps of a run whose facts, entries and zeros change: media, another peak, numbers of one's own, ranks."""
+    other = replace(STEP, peak=Peak("another", 2e12, "bf16", "elsewhere"))
+    seen = FlopCount((FlopRow("vision.mlp", "patches", 10), *STEP.flops.rows))
+    changes = [
+        STEP, replace(STEP, extra={"loss": None}), replace(STEP, extra={}), replace(STEP, flops=seen), STEP, other,
+        replace(STEP, flops=seen, extra={"compiled": False, "loss": 0}), replace(STEP, num_left_out=2, num_steps=0),
+        replace(STEP, loop={"optimizer": {"name": "AdamW"}, "places": [{"s": 0.25}]}),
+        replace(STEP, world_size=2, rank_flops=(900, 0), rank_busy_s=(0.3, 0.0), rank_busy_flops=(300, 0)),
+        replace(STEP, world_size=200, rank_flops=(9,) * 200, rank_busy_s=(0.3,) * 200, rank_busy_flops=(3,) * 200),
+    ]  # fmt: skip
+    return [replace(window, step=step).to_dict() for step, window in enumerate(changes * 2, start=1)]
+
+
+def test_a_file_gives_back_each_record_and_says_nothing_twice(tmp_path):
+    records = series()
+    path = written(tmp_path / "a.jsonl", records)
+    assert list(read_records(path)) == records
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    headers = [line for line in lines if line["kind"] == "run"]
+    assert lines[0] in headers
+    assert len(headers) == len({header["name"] for header in headers}) == 6  # those of the second half are there
+    for line in lines:
+        assert not {"mfu", "flops_per_s", "padding_share", "peak_source", "step_s"} & line.keys()
+
+
+def test_two_writers_and_records_of_ones_own_share_a_file(tmp_path):
+    path, own = tmp_path / "a.jsonl", {"step": 7, "kind": "mine", "mfu": 0.5, "bad": float("nan")}
+    one, two, expected = Sinks.open([path]), Sinks.open([path]), []
+    for step, window in enumerate((STEP, replace(STEP, peak=replace(PEAK, flops_per_s=3e12))) * 2):
+        (one, two)[step % 2].write(window.to_dict())
+        expected.append(window.to_dict())
+    one.write(own)
+    for sinks in (one, two):
+        sinks.close()
+    assert list(read_records(path)) == [*expected, own | {"bad": "NaN"}]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"kind": "run"', '"kind": "ran"'),  # its header is lost
+        ('"wall_s": 0.5', '"wall_s": "half"'),
+        ('"tokens": 90, ', ""),
+        ('"flops_by_component": [900]', '"flops_by_component": [900, 1]'),
+        ('"rank_flops": [900]', '"rank_flops": 900'),
+        ('"step": 2', '"step": 2,'),
+    ],
+)
+def test_a_line_that_was_edited_is_named(tmp_path, old, new):
+    path = written(tmp_path / "a.jsonl", [replace(STEP, step=step).to_dict() for step in (1, 2, 3)])
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+    with pytest.raises(LogError, match=r"a.jsonl, line [23] is no record that can be read"):
+        list(read_records(path))
+
+
+def test_a_torn_last_line_is_passed_over(tmp_path):
+    path = written(tmp_path / "a.jsonl", [replace(STEP, step=step).to_dict() for step in (1, 2)])
+    path.write_bytes(path.read_bytes()[:-20])
+    assert [record["step"] for record in read_records(path)] == [1]
