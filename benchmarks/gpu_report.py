@@ -27,7 +27,7 @@ from engine_setups import SETUPS
 from engine_table import attention_kernel, remarks
 from headway.explain.comparison import mean_step
 from headway.explain.explanation import JobExplanation
-from headway.explain.profiles import newest_window
+from headway.explain.run_folder import newest_window
 from headway.explain.trace import read_traces
 from headway.explain.waterfall import explain
 from headway.pages.run import waterfall_section

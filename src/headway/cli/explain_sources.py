@@ -4,15 +4,17 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headway.audit.formats import is_log
 from headway.errors import ConfigError, LogError, UsageError
 from headway.explain.events import Trace
 from headway.explain.explanation import PER_SECOND_NOTE, JobExplanation
 from headway.explain.logs import LoggedStep, explain_log
-from headway.explain.profiles import TRACES, newest_window
 from headway.explain.records import explain_records
+from headway.explain.run_folder import TRACES, newest_window
 from headway.explain.stated_work import StatedWork
 from headway.explain.trace import read_traces
 from headway.explain.trace_files import foreign_kind, is_packed
@@ -25,8 +27,96 @@ if TYPE_CHECKING:
     from headway.audit.rows import Reading
 
 Pair = tuple[tuple[str, JobExplanation], tuple[str, JobExplanation]]
-_BEGINNING = 1 << 16  # bytes of a file by which its format is recognised
+_BEGINNING = 1 << 16  # bytes of a file by which its kind is told
 _JSON = re.compile(rb"(?:\xef\xbb\xbf)?\s*(\{\s*[\"}]|\[\s*[{\]])")
+
+
+class SourceKind(Enum):
+    """Kind of a source, by the beginning of its file."""
+
+    TRACES = auto()
+    RECORDS = auto()
+    LOG = auto()
+    FOREIGN = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Source of an explanation, as its name and the beginning of its file tell.
+
+    Attributes:
+        path: that the user gives: a file, or a run folder.
+        kind: of its files.
+        files: of a profile the traces of all ranks, else the one file.
+        about: note on the profile of a run folder, or what a foreign file is; "" of others.
+    """
+
+    path: Path
+    kind: SourceKind
+    files: tuple[Path, ...]
+    about: str = ""
+
+    @property
+    def is_trace_file(self) -> bool:
+        """True if it is a trace itself, and not a folder with some."""
+        return self.kind is SourceKind.TRACES and self.files == (self.path,)
+
+
+def source_of(path: Path) -> Source:
+    """Tell what a source is: the one place that asks.
+
+    Args:
+        path: a trace, a run folder, a file of records, or a log.
+
+    Raises:
+        ConfigError: there is no such file, it cannot be read, or the folder holds neither a profile nor records.
+    """
+    if path.is_dir():
+        traces, about = newest_window(path)
+        if traces:
+            if (path / METRICS).is_file():
+                about += f" All other steps, without a profile: headway explain {path / METRICS}"
+            return Source(path, SourceKind.TRACES, tuple(traces), about)
+        if not (path / METRICS).is_file():
+            raise _empty_folder(path)
+    elif not path.exists():
+        raise ConfigError(f"{path} is not there. Give a trace, a run folder, its {METRICS}, or a training log.")
+    file = path / METRICS if path.is_dir() else path
+    try:
+        with open_plain(file) as opened:
+            beginning = opened.read(_BEGINNING)
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror or error}. Name a trace, a run or a log.") from error
+    kind = _kind(file, beginning)
+    return Source(path, kind, (file,), foreign_kind(file, beginning) or "" if kind is SourceKind.FOREIGN else "")
+
+
+def _empty_folder(path: Path) -> ConfigError:
+    runs = sorted(file.parent.name for file in path.glob(f"*/{METRICS}"))
+    within = f" Runs within it: {', '.join(runs[:5])}; name one of them." if runs else ""
+    return ConfigError(
+        f"{path} holds neither records ({METRICS}) nor a profile (profile/{TRACES}).{within} A run folder of "
+        "`headway train` has records once it has taken a step; `Meter(log_to=[...])` writes them in any loop."
+    )
+
+
+def _kind(file: Path, beginning: bytes) -> SourceKind:
+    """Kind of a file by its beginning; a new run's metrics.jsonl may be empty, or cut off."""
+    is_json = _JSON.match(beginning) is not None
+    # Some tools write their logs as lines of JSON, such as ms-swift's logging.jsonl.
+    if is_json and is_log(beginning.decode(errors="replace").splitlines()):
+        return SourceKind.LOG
+    try:
+        first = json.loads(beginning.partition(b"\n")[0])
+    except (ValueError, RecursionError):
+        first = None
+    if file.name == METRICS or (isinstance(first, dict) and {"step", "kind"} & first.keys()):
+        return SourceKind.RECORDS
+    is_utf_16 = beginning.startswith((b"\xff\xfe", b"\xfe\xff"))
+    text = beginning.decode("utf-16", "ignore").encode() if is_utf_16 else beginning
+    if is_packed(beginning) or _JSON.match(text):
+        return SourceKind.TRACES
+    return SourceKind.FOREIGN if foreign_kind(file, beginning) else SourceKind.LOG
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,48 +140,45 @@ def explained(paths: Sequence[Path], chosen: SourceOptions, *, compares: bool) -
         UsageError: neither one thing nor two that can be compared, or both are the same.
         ConfigError: a source cannot be explained.
     """
-    paths = [run_copy(path) for path in paths]
-    if len(paths) == 1 and not compares:
-        return _explained(paths[0], chosen)
-    are_traces = all(_is_trace(path) for path in paths)
-    if are_traces and len(paths) > 2 and not compares:
-        return _of_traces([trace for path in paths for trace in read_traces(path)], chosen)
-    if len(paths) != 2:
+    sources = [source_of(run_copy(path)) for path in paths]
+    if len(sources) == 1 and not compares:
+        return _explained(sources[0], chosen)
+    are_traces = all(source.is_trace_file for source in sources)
+    if are_traces and len(sources) > 2 and not compares:
+        return _of_traces([trace for source in sources for trace in read_traces(source.path)], chosen)
+    if len(sources) != 2:
         raise UsageError(
-            f"two things can be compared, not {len(paths)}. Compare run folders or single traces; several ranks of a "
+            f"two things can be compared, not {len(sources)}. Compare run folders or single traces; several ranks of a "
             "job stand in one folder each, as `headway.profile` writes them. Traces of the ranks of one job are "
             "explained together, without --compare."
         )
-    a, b = paths
-    if _source_of(a).resolve() == _source_of(b).resolve():
-        raise UsageError(f"{a} and {b} are the same: there is nothing to compare. Give another run or trace as B.")
+    a, b = sources
+    if a.files[0].resolve() == b.files[0].resolve():
+        raise UsageError(
+            f"{a.path} and {b.path} are the same: there is nothing to compare. Give another run or trace as B."
+        )
     if not are_traces:
-        return (str(a), _explained(a, chosen)), (str(b), _explained(b, chosen))
-    first, second = read_traces(a), read_traces(b)
+        return (str(a.path), _explained(a, chosen)), (str(b.path), _explained(b, chosen))
+    first, second = read_traces(a.path), read_traces(b.path)
     if not compares and not {trace.rank for trace in first} & {trace.rank for trace in second}:
         return _of_traces([*first, *second], chosen)
-    return (str(a), _of_traces(first, chosen)), (str(b), _of_traces(second, chosen))
+    return (str(a.path), _of_traces(first, chosen)), (str(b.path), _of_traces(second, chosen))
 
 
-def _explained(path: Path, chosen: SourceOptions) -> JobExplanation:
-    if path.is_dir():
-        traces, about = newest_window(path)
-        if traces:
-            if (path / METRICS).is_file():
-                about += f" All other steps, without a profile: headway explain {path / METRICS}"
-            explanation = _of_traces([trace for file in traces for trace in read_traces(file)], chosen)
-            return replace(explanation, notes=(about, *explanation.notes))
-    source = _source_of(path)
-    if _is_trace(source):
-        return _of_traces(read_traces(source), chosen)
+def _explained(source: Source, chosen: SourceOptions) -> JobExplanation:
+    if source.kind is SourceKind.TRACES:
+        explanation = _of_traces([trace for file in source.files for trace in read_traces(file)], chosen)
+        notes = (source.about,) if source.about else ()
+        return replace(explanation, notes=(*notes, *explanation.notes))
     unused = {"--whole": chosen.as_one_step, "--model": chosen.work, "--device": chosen.device}
     for option in (option for option, value in unused.items() if value):
-        raise UsageError(f"{option} is about a trace, and {path} has none. Leave it out, or profile some steps.")
-    if not _is_records(source) and (kind := foreign_kind(source, _beginning(source))):
-        raise ConfigError(f"{source} is {kind}.")
-    if _is_records(source):
-        return explain_records(source, step=chosen.step, rank=chosen.rank)
-    return _of_log(source, chosen)
+        raise UsageError(f"{option} is about a trace, and {source.path} has none. Leave it out, or profile some steps.")
+    (file,) = source.files
+    if source.kind is SourceKind.FOREIGN:
+        raise ConfigError(f"{file} is {source.about}.")
+    if source.kind is SourceKind.RECORDS:
+        return explain_records(file, step=chosen.step, rank=chosen.rank)
+    return _explained_log(file, chosen)[0]
 
 
 def _of_traces(traces: Sequence[Trace], chosen: SourceOptions) -> JobExplanation:
@@ -105,66 +192,6 @@ def _of_traces(traces: Sequence[Trace], chosen: SourceOptions) -> JobExplanation
     )
 
 
-def _source_of(path: Path) -> Path:
-    """The file that stands for an argument: of a folder without a trace, its records.
-
-    Raises:
-        ConfigError: there is no such file, or the folder holds neither.
-    """
-    if not path.is_dir():
-        if not path.exists():
-            raise ConfigError(f"{path} is not there. Give a trace, a run folder, its {METRICS}, or a training log.")
-        return path
-    traces, _ = newest_window(path)
-    if traces:
-        return traces[0]
-    if not (path / METRICS).is_file():
-        runs = sorted(file.parent.name for file in path.glob(f"*/{METRICS}"))
-        within = f" Runs within it: {', '.join(runs[:5])}; name one of them." if runs else ""
-        raise ConfigError(
-            f"{path} holds neither records ({METRICS}) nor a profile (profile/{TRACES}).{within} A run folder of "
-            "`headway train` has records once it has taken a step; `Meter(log_to=[...])` writes them in any loop."
-        )
-    return path / METRICS
-
-
-def _is_trace(path: Path) -> bool:
-    """Tell whether a file is a trace as far as its beginning tells: compressed, or JSON that is no record."""
-    if path.is_dir() or _is_records(path) or _is_log_of_json(path):
-        return False
-    beginning = _beginning(path)
-    is_utf_16 = beginning.startswith((b"\xff\xfe", b"\xfe\xff"))
-    text = beginning.decode("utf-16", "ignore").encode() if is_utf_16 else beginning
-    return is_packed(beginning) or _JSON.match(text) is not None
-
-
-def _is_log_of_json(path: Path) -> bool:
-    """Tell whether the lines of a file are JSON objects that another tool writes, such as ms-swift's logging.jsonl."""
-    from headway.audit.formats import is_log
-
-    beginning = _beginning(path)
-    return _JSON.match(beginning) is not None and is_log(beginning.decode(errors="replace").splitlines())
-
-
-def _is_records(path: Path) -> bool:
-    """Tell whether a file's first line is a record by itself; a new run's metrics.jsonl may be empty, or cut off."""
-    if _is_log_of_json(path):
-        return False
-    try:
-        first = json.loads(_beginning(path).partition(b"\n")[0])
-    except (ValueError, RecursionError):
-        first = None
-    return path.name == METRICS or (isinstance(first, dict) and bool({"step", "kind"} & first.keys()))
-
-
-def _beginning(path: Path) -> bytes:
-    try:
-        with open_plain(path) as file:
-            return file.read(_BEGINNING)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror or error}. Name a trace, a run or a log.") from error
-
-
 def records_of_log(path: Path) -> tuple[JobExplanation, list[dict[str, float]]] | None:
     """Read another tool's log as records of its steps, and explain them; None of a file that is none.
 
@@ -174,7 +201,7 @@ def records_of_log(path: Path) -> tuple[JobExplanation, list[dict[str, float]]] 
     Raises:
         ConfigError: it is neither a log that is known, nor records.
     """
-    if path.is_dir() or not path.exists() or _is_records(path) or _is_trace(path):
+    if path.is_dir() or not path.exists() or source_of(path).kind in (SourceKind.RECORDS, SourceKind.TRACES):
         return None
     explanation, lines = _explained_log(path, SourceOptions(None, None, as_one_step=False, work=None, device=None))
     by_step = {line.step: line for line in lines}
@@ -189,10 +216,6 @@ def records_of_log(path: Path) -> tuple[JobExplanation, list[dict[str, float]]] 
         records.append({"step": step, "num_steps": num_steps} | {k: v for k, v in facts.items() if v is not None})
         before = step
     return explanation, records
-
-
-def _of_log(path: Path, chosen: SourceOptions) -> JobExplanation:
-    return _explained_log(path, chosen)[0]
 
 
 def _explained_log(path: Path, chosen: SourceOptions) -> tuple[JobExplanation, list[LoggedStep]]:
@@ -221,8 +244,7 @@ def _explained_log(path: Path, chosen: SourceOptions) -> tuple[JobExplanation, l
     # what the log leaves out goes into the notes
     skipped = tuple(f"{count:,} lines are left out: {why}." for why, count in log.skipped.items())
     smoothed = (f"the MFU of {log.tool} is a running mean, not that of its step.",) if log.smoothed else ()
-    notes = (*explanation.notes, *smoothed, *skipped)
-    return JobExplanation(explanation.steps, notes, explanation.findings), lines
+    return replace(explanation, notes=(*explanation.notes, *smoothed, *skipped)), lines
 
 
 def _known(printed: "Reading | None") -> float | None:

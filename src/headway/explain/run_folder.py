@@ -1,5 +1,6 @@
-"""Facts of a run folder beside the records of its steps: device, resumes, end, and time between the steps."""
+"""Facts of a run folder beside the records of its steps: profile, device, resumes, end, time between the steps."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from headway.log.run_files import CONFIG, SUMMARY
 from headway.report import format_duration
 
 UNFINISHED_NOTE = "the run has not ended, or was killed"  # how the note on it begins
+TRACES = "steps-*-rank-*.json.gz"  # as `headway.profile` names them
+_TRACE = re.compile(r"steps-(\d+)-(\d+)-rank-(\d+)\.json\.gz")
 BESIDE = ("compile", "evaluation", "checkpoint")
 
 
@@ -80,3 +83,28 @@ def time_beside(
         else "the records do not say in which steps"
     )
     return spent, [f"beside training the whole run spent: {spent_text}; {where} (`headway goodput` has all of it)."]
+
+
+def newest_window(folder: Path) -> tuple[list[Path], str]:
+    """Find the traces of the steps that were profiled last, of all ranks, with a phrase about them.
+
+    Args:
+        folder: of a run, with its traces in profile/; or one that holds traces itself.
+    """
+    windows: dict[tuple[int, int], dict[int, Path]] = {}
+    for where in (folder / "profile", folder):
+        for path in where.glob(TRACES):
+            if match := _TRACE.fullmatch(path.name):
+                windows.setdefault((int(match[1]), int(match[2])), {})[int(match[3])] = path
+        if windows:
+            break
+    if not windows:
+        return [], ""
+    newest = max(windows)
+    by_rank = windows[newest]
+    traces = [by_rank[rank] for rank in sorted(by_rank)]
+    others = (
+        "" if len(windows) == 1 else f", the last of {len(windows)} windows there; name a file of another to see it"
+    )
+    ranks = "1 rank" if len(traces) == 1 else f"{len(traces)} ranks"
+    return traces, f"of the profile of steps {newest[0]} to {newest[1]}, {ranks}, in {traces[0].parent}{others}."

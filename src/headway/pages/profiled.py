@@ -10,7 +10,7 @@ from headway.explain.comparison import MeanStep, mean_step
 from headway.explain.explanation import MOST, Finding
 from headway.explain.findings.rule import FindingPlace, TimeOf
 from headway.explain.findings.rules import RULES
-from headway.explain.profiles import newest_window
+from headway.explain.run_folder import newest_window
 from headway.explain.trace import read_traces
 from headway.explain.waterfall import explain
 
