@@ -22,7 +22,7 @@ from headway.errors import UsageError
 from headway.explain.breakdown import break_down
 from headway.explain.trace import read_trace
 from headway.explain.waterfall import explain
-from headway.meter import Meter, host_evidence
+from headway.meter import Meter, pauses
 from headway.meter.annotations import _compiled_around
 from headway.meter.trace_file import digest_of
 from headway.models.compiling import CompileWatch, compile_blocks
@@ -517,9 +517,9 @@ def test_anomaly_mode_is_noted(tmp_path):
 
 def test_what_is_recorded_of_the_host_is_bounded(monkeypatch):
     """Runs of stacks that never repeat are thinned: the longest stay."""
-    monkeypatch.setattr(host_evidence, "_EVERY_S", 1e-4)
-    monkeypatch.setattr(host_evidence, "_MOST_RUNS", 20)
-    evidence = host_evidence.HostEvidence(lambda _: nullcontext())
+    monkeypatch.setattr(pauses, "_EVERY_S", 1e-4)
+    monkeypatch.setattr(pauses, "_MOST_RUNS", 20)
+    evidence = pauses.HostEvidence(lambda _: nullcontext())
     evidence.open()
     for line in range(200):
         exec(compile("\n" * line + "sum(range(20000))", "varied.py", "exec"))

@@ -10,7 +10,7 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from headway.meter.host_evidence import HostEvidence
+from headway.meter.pauses import HostEvidence
 from headway.meter.profiler_cost import ProfilerCost
 
 if TYPE_CHECKING:

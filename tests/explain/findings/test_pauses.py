@@ -2,7 +2,7 @@
 
 import pytest
 
-from headway.explain.findings.gaps import activity
+from headway.explain.findings.gaps import purpose_of
 from headway.explain.trace import read_trace
 from headway.explain.waterfall import explain
 from helpers.traces import US, WrittenTrace, sidecar
@@ -169,7 +169,8 @@ def test_a_sampled_stack_names_what_the_loop_did(tmp_path, rule):
     ],
 )
 def test_a_chore_is_told_by_functions_and_by_packages_and_not_by_words_in_a_path(stack, told):
-    assert activity(stack)[0] == told
+    purpose = purpose_of(stack)
+    assert (purpose.name if purpose.is_chore else "pause") == told
 
 
 def test_stacks_of_other_moments_name_nothing(tmp_path):

@@ -12,6 +12,7 @@ from headway.explain.findings.rule import Observation, Rule, RuleObserver, TimeO
 from headway.explain.findings.rules import RULES, find
 from headway.explain.trace import read_trace
 from headway.explain.waterfall import explain
+from headway.meter import pauses as meter_pauses
 from helpers.traces import sidecar, two_kernels_a_step
 
 
@@ -128,7 +129,8 @@ def test_settings_that_are_named_exist():
     there = {setting.name for setting in walk(TrainConfig)}
     sections = "|".join(sorted({name.partition(".")[0] for name in there}))
     files = [path for path in Path(rules.__file__).parent.glob("*.py") if path.name != "rules.py"]  # it names functions
-    texts = [path.read_text(encoding="utf-8") for path in files]
+    words = Path(meter_pauses.__file__).with_name("purposes.toml")
+    texts = [path.read_text(encoding="utf-8") for path in (*files, words)]
     named = {name for text in texts for name in re.findall(rf"\b(?:{sections})\.(?:[a-zN]\w*\.)*[a-z]\w*", text)}
     named.discard("model.resize_token_embeddings")  # a method of transformers
     assert len(named) > 15

@@ -7,17 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
-from typing import NamedTuple
 
 import numpy as np
 
-from headway.explain.attribution import Phase
 from headway.explain.events import NONE, Column, Kind
 from headway.explain.findings import rollout
 from headway.explain.findings.evidence import RunEvidence, StepEvidence
 from headway.explain.findings.rule import Observation
 from headway.explain.measurement import MeasuredStep, MeasuredTrace
-from headway.meter.host_evidence import COLLECTION
+from headway.meter.pauses import COLLECTION, PURPOSES, Purpose
 from headway.report import format_share
 
 _LONG_NS = 1_000_000  # launches and Python between two operators take some 5 to 100 us
@@ -35,86 +33,6 @@ _BETWEEN = {
     "after": "behind the update",
 }
 _LEAST_GAP = 0.02  # share of the time below which a gap is what every loop has
-_PURPOSES = {
-    "logging": (
-        "a logging handler or tracker is waited for at every step.",
-        "log every N steps, or from a thread of its own (logging.handlers.QueueHandler).",
-    ),
-    "checkpoint": (
-        "the state is written within the steps, and training waits for the disk.",
-        "save less often, and write from a copy while training goes on (async_save of PyTorch's distributed "
-        "checkpoints); `with meter.away('checkpoint')` keeps it out of the steps' time.",
-    ),
-    "read-back": (
-        "numbers are read out of tensors one after the other: .item(), float(), .numpy().",
-        "keep numbers on the device, add them up there, and read them every N steps.",
-    ),
-    "parameter-loop": (
-        "Python goes through the parameters, one small operator after the other.",
-        "one call for all of them, such as clip_grad_norm_ or torch._foreach_add_ and its like; or do it every N "
-        "steps.",
-    ),
-    "": (
-        "the loop does something else than training there, and the device waits.",
-        "do it less often, in another thread or in the data loader's workers.",
-    ),
-}
-
-
-class _Activity(NamedTuple):
-    """Cause of a pause that a frame of a stack tells.
-
-    Attributes:
-        functions: names of functions, as a pattern of the whole name; "" where none tells it.
-        files: files of installed packages, as a pattern within "folder/file.py"; "" where none tells it.
-        phase: the chore that has a finding of its own; None where there is none.
-        cause: what the host did, where the pause is told as such.
-        advice: what to do about it.
-    """
-
-    functions: str
-    files: str
-    phase: Phase | None
-    cause: str = ""
-    advice: str = ""
-
-    def is_told_by(self, frame: str) -> bool:
-        """Tell whether a frame, "name (folder/file.py:line)", behind a ~ where a package is installed, tells it."""
-        name, _, place = frame.removeprefix("~").partition(" (")
-        is_named = bool(self.functions) and re.fullmatch(self.functions, name) is not None
-        is_there = bool(self.files) and frame.startswith("~") and re.search(self.files, place) is not None
-        return is_named or is_there
-
-
-_ASK_LESS_OFTEN = "ask it less often, or in a thread of its own"
-
-
-# If a stack tells several, the first row is taken. Functions: of PyTorch, Accelerate, Lightning and Hugging Face's
-# Trainer, and common names in loops of one's own. Files: of packages that do one thing only.
-_ACTIVITIES = (
-    _Activity(
-        r"(.*_)?save([_A-Z](?!fig|image|plot).*)?", r"^torch/serialization\.py|^safetensors/", Phase.CHECKPOINT
-    ),
-    _Activity(
-        r"(on_)?log|_?log_(metrics?|dict|stats|scalars?|histograms?|images?|history|line|step|memory)",
-        r"^logging/|wandb|tensorboard|mlflow|comet|^tqdm/",
-        Phase.LOGGING,
-    ),
-    _Activity(r"(.*_)?(evaluat\w*|validat(e|ion)(_(epoch|loop|step|model|one_epoch))?)", "", Phase.EVALUATION),
-    _Activity(
-        "", r"(^|/)subprocess\.py|^multiprocessing/", None, "another program or process is waited for", _ASK_LESS_OFTEN,
-    ),
-    _Activity(
-        "", r"(^|/)(socket|ssl)\.py|^(http|urllib3?|requests|httpx|aiohttp|asyncio)/", None, "a server is waited for",
-        _ASK_LESS_OFTEN,
-    ),
-    _Activity(
-        "_engine_run_backward", "", None,
-        "backward's engine was between two operators: a hook in C++, or another thread that held Python's lock",
-        "look at the trace around the gap, and at other threads",
-    ),
-    _Activity("", r"(^|/)copy\.py", None, "objects are copied in Python", "copy less often, and tensors alone"),
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -299,19 +217,16 @@ def stacks_of(evidence: StepEvidence, step: StepPauses, pause: Pause) -> Counter
     return spent
 
 
-def activity(stack: Sequence[str]) -> tuple[str, str, str]:
-    """Class, cause and advice that a stack tells; "pause", "" and general advice where it is nothing that is known."""
-    activities = set()
+def purpose_of(stack: Sequence[str]) -> Purpose:
+    """Purpose that a stack tells; that without a name where it is nothing that is known."""
+    names = set()
     for number, frame in enumerate(stack):
         if number and ENGINE.match(frame):
             continue  # a hook of Python's runs within backward
-        rows = [row for row in _ACTIVITIES if row.is_told_by(frame)]
+        rows = [purpose.name for purpose in PURPOSES.values() if purpose.is_told_by(frame)]
         if len(rows) == 1:  # a function named for several chores, such as _maybe_log_save_evaluate, may be at any
-            activities.add(rows[0])
-    row = next((row for row in _ACTIVITIES if row in activities), None)
-    if row is None:
-        return "pause", "", "do it less often, ahead of time, or in a thread or process of its own."
-    return row.phase.value if row.phase is not None else "pause", f"{row.cause}.", f"{row.advice}."
+            names.add(rows[0])
+    return next((purpose for purpose in PURPOSES.values() if purpose.name in names), PURPOSES[""])
 
 
 def is_allocation(call: str) -> bool:
@@ -324,7 +239,7 @@ def recorded_pause(evidence: RunEvidence, purpose: str) -> Observation | None:
 
     Args:
         evidence: of the steps.
-        purpose: what the code in the gap is for, a key of `_PURPOSES`; "" where nothing is known of it.
+        purpose: name of what the code in the gap is for; "" where nothing is known of it.
     """
     if not purpose and rollout.rest_without_work(evidence):
         return None  # `host_phase` tells of it
@@ -340,8 +255,8 @@ def recorded_pause(evidence: RunEvidence, purpose: str) -> Observation | None:
     message = f"the loop spent {format_share(ns / evidence.duration_ns)} of the time {where}"
     if codes and (top := codes.most_common(1)[0])[1]:
         message += f", mostly in {top[0]}"
-    cause, advice = _PURPOSES[purpose]
-    return Observation(ns, f"{message}.", cause, advice)
+    words = PURPOSES[purpose].in_records
+    return Observation(ns, f"{message}.", words["cause"], words["advice"])
 
 
 def _long_gaps(evidence: RunEvidence) -> dict[str, int]:
@@ -378,4 +293,5 @@ def _purpose(evidence: RunEvidence, gap: str) -> str:
     if not purposes.total():
         return ""
     purpose, ns = purposes.most_common(1)[0]
-    return purpose if ns > purposes.total() / 2 and purpose in _PURPOSES else ""
+    is_known = purpose in PURPOSES and bool(PURPOSES[purpose].in_records)
+    return purpose if is_known and ns > purposes.total() / 2 else ""

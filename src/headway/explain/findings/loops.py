@@ -9,7 +9,7 @@ from itertools import pairwise
 from headway.explain.attribution import Chore, Phase
 from headway.explain.events import NONE
 from headway.explain.findings.evidence import EventTime, StepEvidence, as_number
-from headway.explain.findings.gaps import Pause, StepPauses, activity, pauses_of, recorded_pause, stacks_of
+from headway.explain.findings.gaps import Pause, StepPauses, pauses_of, purpose_of, recorded_pause, stacks_of
 from headway.explain.findings.rule import Observation, Rule, RuleObserver
 from headway.explain.measurement import MATMUL
 
@@ -155,7 +155,7 @@ def pauses_in_loop(evidence: StepEvidence) -> list[Pause]:
 def _line(evidence: StepEvidence, step: StepPauses, gap: Pause) -> str:
     """Line of the loop's own code that a gap was at for longest; "" where nobody looked, or it has a cause by name."""
     stacks = stacks_of(evidence, step, gap).most_common(1)
-    if not stacks or activity(stacks[0][0])[1]:
+    if not stacks or purpose_of(stacks[0][0]).name:
         return ""
     return next((frame for frame in stacks[0][0] if not frame.startswith("~")), "")
 

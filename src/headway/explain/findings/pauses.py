@@ -16,35 +16,17 @@ from headway.explain.findings.gaps import (
     ENGINE,
     Pause,
     StepPauses,
-    activity,
     collected_ns,
     is_allocation,
     pauses_of,
+    purpose_of,
     recorded_pause,
     stacks_of,
 )
 from headway.explain.findings.rule import Observation, Rule, RuleObserver, TimeOf
+from headway.meter.pauses import PURPOSES
 from headway.report import format_duration, format_ms, format_share
 
-_CHORES = {  # what took time, why, what to do in any loop, and in `headway train`
-    Phase.COMPILE: ("compiling (torch.compile) took",
-                    "something that the compiled code was specialised to changes from step to step, such as a length.",
-                    "mark what changes as dynamic (torch.compile(dynamic=True)), or pad to few sizes; "
-                    "TORCH_LOGS=recompiles names the guard that failed.",
-                    "data.bucket_tokens; speed.recompiles: error names the guard that failed"),
-    Phase.CHECKPOINT: ("checkpoints took",
-                       "the state is saved often, or training waits until it is written.",
-                       "save less often, and write while training goes on (async_save of torch.distributed).",
-                       "a larger checkpoint.every, checkpoint.asynchronous: true"),
-    Phase.LOGGING: ("logging took",
-                    "numbers are read back and written at every step.",
-                    "log less often or to fewer places; keep numbers on the device until then.",
-                    "a larger run.log_every, fewer run.trackers"),
-    Phase.EVALUATION: ("evaluation took",
-                       "the model is judged often, or on many samples.",
-                       "judge less often or on fewer samples.",
-                       "a larger eval.every, a smaller eval.max_samples"),
-}  # fmt: skip
 _NOT_KNOWN_MESSAGE = (
     "not known: code outside of PyTorch, such as logging, a checkpoint, an evaluation, collecting garbage, a callback, "
     "or another process that had its core."
@@ -96,7 +78,8 @@ def _classed(evidence: StepEvidence, kind: str) -> tuple[int, Counter[str], list
             # What stacks tell to be a chore is that chore, announced to the meter or not.
             stacks = stacks_of(evidence, step, gap)
             stack = stacks.most_common(1)[0][0] if stacks else ()
-            cause = activity(stack)[0] if stack else cause
+            purpose = purpose_of(stack)
+            cause = purpose.name if purpose.is_chore else cause
             # Between operators of backward no code of the loop runs: there it waits for a thread that lost its core.
             if gap.preempted_ns and ENGINE.match(" ".join(stack)):
                 continue
@@ -127,11 +110,11 @@ def host_pause(evidence: StepEvidence) -> Observation | None:
     # The stack that the pauses were in longest names the code; the host's annotation the part of the loop.
     if stacks:
         stack, _ = stacks.most_common(1)[0]
-        _, what, advice = activity(stack)
+        words = purpose_of(stack).in_trace
         share = stacks[stack] / stacks.total()
         where = f" Python was in {_frames(stack)} for {share:.0%} of it."
-        cause = what or "code of the loop that calls no operator of PyTorch runs between the operators."
-        return Observation(ns, message + where, cause, advice)
+        cause = words["cause"] or "code of the loop that calls no operator of PyTorch runs between the operators."
+        return Observation(ns, message + where, cause, words["advice"])
     place = next((name for name, _ in places.most_common() if name), "")
     if place:
         return Observation(
@@ -155,14 +138,15 @@ def chore(evidence: StepEvidence, phase: Phase) -> Observation | None:
 
     Args:
         evidence: of the steps.
-        phase: what it does, a key of `_CHORES`.
+        phase: what it does.
     """
     parts = evidence.parts("aside")
     paused_ns, place = paused_for(evidence, phase)
     ns = parts[phase.value] + parts[f"{phase.value}, idle"] + paused_ns
-    message, cause, advice, setting = _CHORES[phase]
+    words = PURPOSES[phase.value].in_trace
     where = f" Python was in {place}." if place else ""
-    return Observation(ns, f"{message} {evidence.share(ns)} of the time.{where}", cause, advice, setting)
+    message = f"{words['message']} {evidence.share(ns)} of the time.{where}"
+    return Observation(ns, message, words["cause"], words["advice"], words["setting"])
 
 
 def beside(evidence: RunEvidence, what: str) -> Observation | None:
