@@ -41,7 +41,7 @@ class SourceKind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ExplainSource:
     """Source of an explanation, as its name and the beginning of its file tell.
 
     Attributes:
@@ -62,7 +62,7 @@ class Source:
         return self.kind is SourceKind.TRACES and self.files == (self.path,)
 
 
-def source_of(path: Path) -> Source:
+def source_of(path: Path) -> ExplainSource:
     """Tell what a source is: the one place that asks.
 
     Args:
@@ -76,7 +76,7 @@ def source_of(path: Path) -> Source:
         if traces:
             if (path / METRICS).is_file():
                 about += f" All other steps, without a profile: headway explain {path / METRICS}"
-            return Source(path, SourceKind.TRACES, tuple(traces), about)
+            return ExplainSource(path, SourceKind.TRACES, tuple(traces), about)
         if not (path / METRICS).is_file():
             raise _empty_folder(path)
     elif not path.exists():
@@ -88,7 +88,7 @@ def source_of(path: Path) -> Source:
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror or error}. Name a trace, a run or a log.") from error
     kind = _kind(file, beginning)
-    return Source(path, kind, (file,), foreign_kind(file, beginning) or "" if kind is SourceKind.FOREIGN else "")
+    return ExplainSource(path, kind, (file,), foreign_kind(file, beginning) or "" if kind is SourceKind.FOREIGN else "")
 
 
 def _empty_folder(path: Path) -> ConfigError:
@@ -165,7 +165,7 @@ def explained(paths: Sequence[Path], chosen: SourceOptions, *, compares: bool) -
     return (str(a.path), _of_traces(first, chosen)), (str(b.path), _of_traces(second, chosen))
 
 
-def _explained(source: Source, chosen: SourceOptions) -> JobExplanation:
+def _explained(source: ExplainSource, chosen: SourceOptions) -> JobExplanation:
     if source.kind is SourceKind.TRACES:
         explanation = _of_traces([trace for file in source.files for trace in read_traces(file)], chosen)
         notes = (source.about,) if source.about else ()
