@@ -205,7 +205,7 @@ def test_frames_of_a_video_are_a_list_a_column_or_a_folder(root):
 
     def columns(**fields):
         media = RowMedia(fields, {}, str(root), MediaRules())
-        return [[frame.read() for frame in part.media.frames] for part in media.rest(["video"])]
+        return [[frame.read() for frame in part.media.frames] for part in media.rest()]
 
     frames = [b"1", b"9", b"10"]
     assert columns(video=names) == columns(videos=names) == columns(videos=[names]) == [frames]

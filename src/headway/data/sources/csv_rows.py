@@ -1,5 +1,6 @@
 """Tables as text: CSV and TSV, whose first line names the columns."""
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from typing import BinaryIO
@@ -10,6 +11,8 @@ from headway.data.sources.spans import Record, SpanReader, lines
 from headway.errors import DataError
 
 _SEPARATORS = {".csv": ",;\t|", ".tsv": "\t"}
+_CLOSED = re.compile(rb'[^"]*+(?:""[^"]*+)*+"')  # the rest of a value in quotes, of which doubled ones are letters
+_QUOTED = re.compile(r'"([^"]*+(?:""[^"]*+)*+)"')
 _MAX_ROW_BYTES = 64 * 2**20  # a quote that is not closed would take the rest of the file for one value
 
 
@@ -85,21 +88,18 @@ class DelimitedReader(SpanReader):
 
 def _is_open_after(line: bytes, is_open: bool, separator: bytes) -> bool:
     """Tell whether a value in quotes goes on behind a line, where `is_open` says whether one went on before it."""
-    place = 0
-    if not is_open and line.startswith(b'"'):
-        is_open, place = True, 1
+    place = int(not is_open and line.startswith(b'"'))
+    is_open = is_open or bool(place)
     while True:
         if is_open:
-            place = line.find(b'"', place) + 1
-            if not place:
+            closed = _CLOSED.match(line, place)
+            if closed is None:
                 return True
-            if line[place : place + 1] == b'"':  # doubled: a letter
-                place += 1
-                continue
+            place = closed.end()
         place = line.find(separator, place) + 1
         if not place:
             return False
-        is_open = line[place : place + 1] == b'"'
+        is_open = line.startswith(b'"', place)
         place += is_open
 
 
@@ -107,7 +107,7 @@ def _values(text: str, separator: str) -> list[str]:
     """The values of a row, which `csv` would end at a lone carriage return: pandas writes one without quotes.
 
     Raises:
-        DataError: something stands behind a closing quote.
+        DataError: a value in quotes does not end, or something stands behind it.
 
     >>> _values('a,"b, c",', ",")
     ['a', 'b, c', '']
@@ -116,31 +116,22 @@ def _values(text: str, separator: str) -> list[str]:
     values, place = list[str](), 0
     while True:
         if text.startswith('"', place):
-            value, stop = _quoted(text, place + 1)
-            if not text.startswith(separator, stop) and stop < len(text):
+            quoted = _QUOTED.match(text, place)
+            if quoted is None:
+                raise DataError(
+                    "a value in quotes does not end. Close it, or double the quotes that belong to a value."
+                )
+            stop = quoted.end()
+            if stop < len(text) and not text.startswith(separator, stop):
                 raise DataError(
                     f"behind the closing quote of value {len(values) + 1} stands {text[stop]!r}. Double the quotes "
                     "that belong to a value."
                 )
+            values.append(quoted[1].replace('""', '"'))
         else:
             stop = text.find(separator, place)
             stop = len(text) if stop < 0 else stop
-            value = text[place:stop]
-        values.append(value)
+            values.append(text[place:stop])
         if stop >= len(text):
             return values
         place = stop + 1
-
-
-def _quoted(text: str, start: int) -> tuple[str, int]:
-    """A value in quotes that begins at `start`, behind the opening one, and the place behind the closing one."""
-    pieces, place = [], start
-    while True:
-        stop = text.find('"', place)
-        if stop < 0:
-            raise DataError("a value in quotes does not end. Close it, or double the quotes that belong to a value.")
-        pieces.append(text[place:stop])
-        if not text.startswith('""', stop):
-            return "".join(pieces), stop + 1
-        pieces.append('"')
-        place = stop + 2

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from errno import ENOENT
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, TypeVar, cast
 
 import pyarrow as pa
 from fsspec.implementations.local import LocalFileSystem
@@ -21,6 +21,8 @@ from headway.cache import cache_root, write_whole
 from headway.errors import DataError, first_line
 from headway.files import is_utf8
 from headway.stores import as_os_errors, open_url, url_system
+
+T = TypeVar("T")
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 _CONTENT_FIELDS = ("content-md5", "md5hash", "blob-id", "etag", "last-modified")  # of fsspec's stores, best first
@@ -310,6 +312,24 @@ def cached_path(file: File, purpose: str) -> Path:
     place = file.url if not file.is_local else str(Path(file.url).resolve())
     digest = hashlib.sha256(f"{place}\n{file.stamp}\n{purpose}".encode()).hexdigest()
     return cache_root() / "rows" / digest[:32]
+
+
+def from_cache(path: Path, load: Callable[[], T | None], make: Callable[[Path], object], content: str) -> T:
+    """Content of a file of the cache, which is made where it is not there or is damaged, when `load` gives None.
+
+    Raises:
+        DataError: it cannot be read where it was just written.
+    """
+    value = load()
+    if value is None:
+        make(path)
+        value = load()
+    if value is None:
+        raise DataError(
+            f"{content} cannot be read from {path}, right after writing it. Look after the disk of the cache, or name "
+            "another folder in HEADWAY_CACHE."
+        )
+    return value
 
 
 def write_cached(path: Path, write: Callable[[BinaryIO], object]) -> None:

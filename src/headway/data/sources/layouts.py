@@ -4,7 +4,7 @@ import difflib
 import re
 import tomllib
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import sha256
 from itertools import combinations
@@ -53,6 +53,7 @@ class Layout:
         source: who writes rows so.
         makes: "chat", "document", or a "preference" of answers of which some are better than others.
         reads: columns that are read beside those; each (name, role).
+        has_class: whether one of its columns is a class.
         marks: values of a mark with which the first answer is better, and the second; "sign" takes its sign.
         by_name: whether it is taken only if its schema is named.
         names_file: whether a column such as `file_name` is the media if the file is there.
@@ -62,17 +63,13 @@ class Layout:
     columns: Pairs
     forms: Pairs
     rank: int
-    source: str
+    source: str = field(repr=False)
     makes: str
     reads: Pairs
+    has_class: bool
     marks: tuple[Any, ...] = ()
     by_name: bool = False
     names_file: bool = False
-
-    @property
-    def has_class(self) -> bool:
-        """True if one of its columns is a class."""
-        return any(name == "label" for name, _ in self.columns)
 
     @property
     def names(self) -> dict[str, str]:
@@ -129,7 +126,9 @@ def _forms(words: str) -> Pairs:
 def _layout(schema: str, columns: str, marks: Collection[Any] = (), **settings: Any) -> Layout:
     settings = _TABLE["schemas"][schema] | settings
     reads = _pairs(settings.pop("reads", ""))
-    return Layout(schema, _pairs(columns), _forms(columns), reads=reads, marks=tuple(marks), **settings)
+    pairs = _pairs(columns)
+    has_class = "label" in dict(pairs)
+    return Layout(schema, pairs, _forms(columns), reads=reads, has_class=has_class, marks=tuple(marks), **settings)
 
 
 _TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
@@ -141,7 +140,7 @@ _PROMPTS = {name: _pairs(words) for name, words in _TABLE["prompts"].items()}
 DIGEST = sha256(repr((LAYOUTS, _PROMPTS)).encode()).hexdigest()[:8]
 """Digest of the table, which changes when rows come to be read otherwise."""
 
-_FORMS: dict[str, Callable[[Mapping[str, Any], str], bool]] = {
+_FORMS: dict[str, Callable[[dict[str, Any], str], bool]] = {
     "list": lambda fields, name: isinstance(fields[name], list),
     "object": lambda fields, name: isinstance(fields[name], dict),
     "pair": lambda fields, name: pair_of(fields[name]) is not None,
@@ -162,33 +161,15 @@ COLUMNS = tuple(
 _KNOWN = {*COLUMNS, *MEDIA_PATHS, *FILE_NAMES}
 
 
-class _Names(NamedTuple):
-    """A row's own names of columns.
-
-    Attributes:
-        own_names: those of columns that the table knows, by its names.
-        learning: names that speak of learning, and the table's for them.
-    """
-
-    own_names: dict[str, str]
-    learning: dict[str, str]
-
-
 @lru_cache(maxsize=1024)
-def names_of(columns: tuple[str, ...]) -> _Names:
-    """Columns of a row that the table knows: spaces and capitals do not count where no other has a name.
-
-    >>> names_of(("Question", "answer ", "id")).own_names
-    {'question': 'Question', 'answer': 'answer '}
-    """
+def _own_names(columns: tuple[str, ...]) -> dict[str, str]:
+    """Columns that the table knows, by its names: spaces and capitals do not count where no other has a name."""
     own_names: dict[str, str] = {}
     for name in columns:
         plain = name if name in _KNOWN else name.strip().lower().replace(" ", "_")
         if plain in _KNOWN and (plain == name or (plain not in columns and plain not in own_names)):
             own_names[plain] = name
-    table_names = {own: name for name, own in own_names.items()}
-    by_table = {own: table_names.get(own, own) for own in columns}
-    return _Names(own_names, {own: name for own, name in by_table.items() if speaks_of_learning(name)})
+    return own_names
 
 
 def reading_of(
@@ -214,7 +195,7 @@ def reading_of(
         DataError: no layout fits, or two.
     """
     columns = tuple(fields)
-    values = {name: fields[own] for name, own in names_of(columns).own_names.items()}
+    values = {name: fields[own] for name, own in _own_names(columns).items()}
     kinds = tuple(_kind(name, values, is_there) for name in values)
     reading = _resolved(columns, kinds, schema, frozenset(mapped), has_members, names_files)
     if not isinstance(reading, RowReading):
@@ -222,7 +203,7 @@ def reading_of(
     return reading
 
 
-def _kind(name: str, values: Mapping[str, Any], is_there: Callable[[str], bool]) -> str:
+def _kind(name: str, values: dict[str, Any], is_there: Callable[[str], bool]) -> str:
     """Kind of a column's value, as far as layouts ask for it: empty where there is no more to say than that it is one.
 
     A column that names media has their kind, with a question mark behind it where a file of that name is not there.
@@ -262,16 +243,10 @@ def _resolved(
 ) -> RowReading | tuple[tuple[Layout, ...], dict[str, str]]:
     """The meaning of a set of columns; or layouts between which nothing decides, and columns that name media.
 
-    Args:
-        columns: the row's own names.
-        kinds: of the values of those that the table knows, as `_kind` tells them.
-        schema: as for `reading_of`, like all that follow.
-        mapped: columns that are meant.
-        has_members: whether media are stored with the row.
-        names_files: whether a file's name is known to be of media.
+    The kinds are those of columns that the table knows, as `_kind` tells them.
     """
-    names = names_of(columns)
-    kind_of_column = dict(zip(names.own_names, kinds, strict=True))
+    own_names = _own_names(columns)
+    kind_of_column = dict(zip(own_names, kinds, strict=True))
     facts = frozenset(fact for name, kind in kind_of_column.items() for fact in _facts(name, kind))
     media = {name: name for name in kind_of_column if name in MEDIA_COLUMNS}
     filled = {MEDIA_COLUMNS[name] for name in media if not kind_of_column[name]}
@@ -291,11 +266,13 @@ def _resolved(
     if len(layouts) == 1 and layouts[0].schema == "rejected" and len(chats := _chats(facts, mapped)) > 1:
         layouts = chats
     if len(layouts) != 1:
-        return layouts, {kind: names.own_names[name] for name, kind in paths.items()}
+        return layouts, {kind: own_names[name] for name, kind in paths.items()}
     roles = dict(_roles(layouts[0], facts, mapped)) | media
     roles = {name: role for name, role in roles.items() if role not in paths.values() or name not in media} | paths
-    roles = {names.own_names[name]: role for name, role in roles.items() if name in names.own_names}
-    asides = {own: name for own, name in names.learning.items() if roles.get(own, GRADES[0]) in GRADES}
+    roles = {own_names[name]: role for name, role in roles.items() if name in own_names}
+    table_names = {own: name for name, own in own_names.items()}
+    asides = {own: table_names.get(own, own) for own in columns if roles.get(own, GRADES[0]) in GRADES}
+    asides = {own: name for own, name in asides.items() if speaks_of_learning(name)}
     return RowReading(layouts[0], roles, asides)
 
 
@@ -387,7 +364,7 @@ def _refusal(fields: Mapping[str, Any], layouts: tuple[Layout, ...], media: dict
     way = proposed_columns(fields, media)
     allowed = {layout.schema: layout for layout in reversed(LAYOUTS) if schema in ("auto", layout.schema)}
     if schema == "auto" or allowed[schema].makes != "preference":
-        own_names = names_of(tuple(fields)).own_names
+        own_names = _own_names(tuple(fields))
         check_columns_of({name: fields[own] for name, own in own_names.items() if fields[own] is not None}, ways=way)
     needed = "; ".join(f"{allowed[name]} ({name})" for name in SCHEMAS if name in allowed)
     return DataError(
@@ -414,7 +391,7 @@ def proposed_columns(fields: Mapping[str, Any], media: dict[str, str]) -> str:
     >>> proposed_columns({"image": "a.png", "question": "What?", "id": 3, "best_answer": "A cat."}, {})
     "columns={'answer': 'best_answer'}"
     """
-    names = names_of(tuple(fields)).own_names
+    names = _own_names(tuple(fields))
     has_media = bool(media) or any(not is_nothing(fields[own]) for name, own in names.items() if name in MEDIA_COLUMNS)
     # Left to be mapped is what has no role by its name, and is no note on the row, unless that is all there is. Some
     # names have a role only beside media, others only where their values have a form.

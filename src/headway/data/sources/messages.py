@@ -8,9 +8,10 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from headway.data.samples import Message, Part, TextPart
+from headway.data.samples import MediaPart, Message, Part, TextPart
 from headway.data.sources.json_rows import shortened
 from headway.data.sources.marks import (
     HARMLESS_COLUMNS,
@@ -263,21 +264,43 @@ def json_value(value: Any, what: str) -> Any:
         raise DataError(f"{what} is a string but not JSON ({error}): {shortened(value)}.") from error
 
 
-def read_tools(value: Any) -> tuple[dict[str, Any], ...]:
-    """Read the functions that the assistant may call: a list of JSON schemas, or JSON of one.
+def with_leading_media(turns: tuple[Message, ...], media: RowMedia) -> tuple[Message, ...]:
+    """Media of a kind that no marker and no part places stand before the user's first words.
+
+    Source: TRL 1.16, `prepare_multimodal_messages`; ms-swift 3.8, `Template._add_default_tags`.
+    """
+    first = next((number for number, turn in enumerate(turns) if turn.role == "user"), None)
+    if first is None or not any(media.waiting.values()):
+        return turns
+    placed = {part.kind for turn in turns for part in turn.parts if isinstance(part, MediaPart)}
+    leading = media.rest(placed)
+    question = replace(turns[first], parts=(*leading, *turns[first].parts))
+    return (*turns[:first], question, *turns[first + 1 :])
+
+
+def read_template_inputs(fields: Mapping[str, Any]) -> tuple[tuple[dict[str, Any], ...], dict[str, Any]]:
+    """Functions that the assistant may call, and variables of the chat template, which a row sets as TRL reads them.
+
+    Args:
+        fields: the row's columns: `tools` are JSON schemas, `chat_template_kwargs` an object, or JSON of either.
 
     Raises:
-        DataError: it is something else.
+        DataError: they hold something else.
     """
-    tools = json_value(value, "tools") if value not in (None, "") else []
-    tools = (
-        [json_value(tool, "tools") if _is_object(tool) else tool for tool in tools]
-        if isinstance(tools, list)
-        else tools
-    )
+    tools = json_value(fields["tools"], "tools") if fields.get("tools") not in (None, "") else []
+    if isinstance(tools, list):
+        tools = [json_value(tool, "tools") if _is_object(tool) else tool for tool in tools]
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise DataError(f'"tools" is {shortened(value)}, but it must be a list of JSON schemas of functions.')
-    return tuple(tools)
+        raise DataError(f'"tools" is {shortened(fields["tools"])}, but it must be a list of JSON schemas of functions.')
+    variables = json_value(fields.get("chat_template_kwargs") or {}, "chat_template_kwargs")
+    if not isinstance(variables, dict) or not all(
+        isinstance(value, bool | int | float | str | None) for value in variables.values()
+    ):
+        raise DataError(
+            f'"chat_template_kwargs" is {shortened(variables)}, but it must be an object of numbers, strings and '
+            'booleans, such as {"enable_thinking": false}.'
+        )
+    return tuple(tools), {name: value for name, value in variables.items() if value is not None}
 
 
 def _reasoning(turn: Mapping[str, Any], role: str, where: str) -> str:

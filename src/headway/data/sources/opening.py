@@ -1,5 +1,6 @@
 """Datasets by their paths: which files, in which format."""
 
+import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -7,12 +8,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from headway.cache import cache_root
 from headway.data.media.sizes import MediaSizes
 from headway.data.samples import Document, Sample
-from headway.data.sources.classes import ClassFolder, class_folder
 from headway.data.sources.csv_rows import DelimitedReader
 from headway.data.sources.documents import SampleBy, Text, TokenFile
-from headway.data.sources.files import COMPRESSIONS, File, find_files, without_query
+from headway.data.sources.files import COMPRESSIONS, File, find_files, without_query, write_cached
 from headway.data.sources.json_rows import JsonArray, JsonLines
 from headway.data.sources.reader import Reader
 from headway.data.sources.references import MediaRules, kind_of
@@ -65,7 +66,31 @@ _WAYS_OUT = {
 """Advice on files of other kinds, by their extensions."""
 _UNREAD_MEDIA = (".heic", ".heif", ".svg", ".psd", ".raw", ".cr2", ".nef", ".dng", ".eps")
 _PEEK_BYTES = 2**20
+_LABEL = "label"  # the column of classes, as `datasets` calls it
+_SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 _SETTINGS = {"text": ("sample_by",), "tokens": ("token_dtype", "end_token")}
+
+
+class ClassFolder(JsonLines):
+    """Media in folders that are named for their classes, one row each; a file of the cache lists them, a line each.
+
+    Args:
+        file: that file.
+        folder: that holds the folders of the classes, for messages to people.
+
+    Source: datasets 5.2, imagefolder without metadata: the class is the name of the folder.
+    """
+
+    def __init__(self, file: File, folder: str) -> None:
+        super().__init__(file)
+        self.folder = folder
+
+    @property
+    def name(self) -> str:  # noqa: D102 - as the base class says
+        return self.folder
+
+    def place(self, number: int, data: bytes) -> str:  # noqa: ARG002, D102 - as the base class says
+        return next(str(value) for name, value in json.loads(data).items() if name != _LABEL)
 
 
 def open_source(
@@ -108,22 +133,23 @@ def open_source(
     rules = MediaRules(None if root is None else str(root), allow_remote)
     called = name or _short_name(location)
     all_files, folder = find_files(location)
-    classes = _class_folder(all_files, folder, format)
+    is_media_alone = folder is not None and format == "auto" and not _data_files(all_files)
+    classes = _class_folder(all_files, str(folder)) if is_media_alone else None
     files = [] if classes else _with_formats(all_files, folder, format)
     settings = {"sample_by": sample_by, "token_dtype": token_dtype, "end_token": end_token}
     settings = {setting: value for setting, value in settings.items() if value is not None}
     for setting in settings:
         if not any(setting in _SETTINGS.get(file_format, ()) for _, file_format in files):
             raise ConfigError(f"{setting} is {settings[setting]!r}, but no file of {location} takes it. Leave it out.")
-    shards = []
-    if classes is not None:
-        normaliser = Normaliser(schema, classes.folder, rules, dict(columns or {}), sizes=sizes or MediaSizes())
-        shards.append(Shard(called, classes, normaliser))
+    readers: list[tuple[Reader, str]] = [] if classes is None else [(classes, classes.folder)]
     for file, file_format in files:
         options = {setting: settings[setting] for setting in _SETTINGS.get(file_format, ()) if setting in settings}
-        names_files = without_query(file.url).rpartition("/")[2].lower() in _METADATA_FILES
-        normaliser = Normaliser(schema, file.folder, rules, dict(columns or {}), names_files, sizes or MediaSizes())
-        shards.append(Shard(called, FORMATS[file_format](file, **options), normaliser))
+        readers.append((FORMATS[file_format](file, **options), file.folder))
+    shards = []
+    for reader, media_folder in readers:
+        names_files = without_query(reader.file.url).rpartition("/")[2].lower() in _METADATA_FILES
+        normaliser = Normaliser(schema, media_folder, rules, dict(columns or {}), names_files, sizes or MediaSizes())
+        shards.append(Shard(called, reader, normaliser))
     return Source(called, tuple(shards))
 
 
@@ -206,9 +232,33 @@ def _with_formats(files: list[File], folder: str | None, format: str) -> list[tu
     return [(file, _format_of(file)) for file in files]
 
 
-def _class_folder(files: list[File], folder: str | None, format: str) -> ClassFolder | None:  # noqa: A002
-    """The reader of a folder that holds nothing but media in folders for their classes; None for anything else."""
-    return None if folder is None or format != "auto" or _data_files(files) else class_folder(files, folder)
+def _class_folder(files: Sequence[File], folder: str) -> ClassFolder | None:
+    """The reader of a folder that holds nothing but folders of media, named for their classes; None for any other."""
+    media = [(file, file.name.split("/")) for file in files if kind_of(file.url)]
+    depths = {len(parts) for _, parts in media}
+    tops = sorted({parts[0] for _, parts in media if len(parts) > 1})
+    if len(tops) < 2 and depths != {3}:
+        return None
+    if depths == {3} and {*_SPLITS} >= {*tops}:
+        first = min(tops, key=_SPLITS.index)
+        raise DataError(
+            f"The folder {folder} holds the splits {', '.join(tops)}. Give one of them, such as {folder}/{first}."
+        )
+    astray = next((file for file, parts in media if len(parts) != 2), None)
+    if astray is not None:
+        raise DataError(
+            f"The folder {folder} holds media without a file that says what is to be learnt of them, so each must lie "
+            f"in a folder named for its class, as {tops[0]}/1.png; {astray.name} does not. Move it there, or write a "
+            "file metadata.csv with the columns file_name and label."
+        )
+    rows = [{str(kind_of(file.url)): file.name, _LABEL: parts[0]} for file, parts in media]
+    listing = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    digest = hashlib.sha256(listing).hexdigest()[:32]
+    path = cache_root() / "folders" / f"{digest}.jsonl"
+    if not path.is_file():
+        write_cached(path, lambda target: target.write(listing))
+    # Known by what it lists: whoever deletes the cache has the same data afterwards.
+    return ClassFolder(File(str(path), len(listing), stamp="", name=f"list of media {digest[:12]}"), folder)
 
 
 def _data_files(files: list[File]) -> list[File]:

@@ -6,6 +6,7 @@ histories are read as chats have them.
 
 import math
 import re
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
@@ -63,7 +64,9 @@ def _numbered(fields: Row, names: Mapping[str, str], marks: Sequence[Any]) -> li
             f'"{names["mark"]}" is {shortened(fields["mark"])}, but {"its sign" if sign else "it"} names the better '
             f"answer: {best} for {names['first']}, {other} for {names['second']}. Leave rows out that prefer none."
         )
-    answers = [_own_words(fields[name]) for name in ("first", "second")]
+    answers = [fields["first"], fields["second"]]
+    # LLaVA-RLHF's speaker is a model's name, so that the words alone are the answer.
+    answers = [answer.get("value", answer) if isinstance(answer, dict) else answer for answer in answers]
     best_first = answers if mark == best else answers[::-1]
     return _rows(_without(fields, "first", "second", "mark"), best_first, replaces=True)
 
@@ -133,13 +136,7 @@ def _without(fields: Row, *names: str) -> Row:
 
 
 def _rows(base: Row, answers: Sequence[Any], *, replaces: bool = False) -> list[Row]:
-    """A chat's row for each answer.
-
-    Args:
-        base: the row's other columns, the prompt among them.
-        answers: words, a turn, turns, or a whole chat each.
-        replaces: whether an answer takes the place of one that ends the turns before it.
-    """
+    """A chat's row for each answer, which is words, turns or a chat, and may replace one that ends the turns before."""
     prompt = next((name for name in (*_TURNS, *_PROMPTS) if name in base), None)
     contents = [_parsed(answer) for answer in answers]
     if prompt is None and all(isinstance(content, str) for content in contents):
@@ -149,7 +146,12 @@ def _rows(base: Row, answers: Sequence[Any], *, replaces: bool = False) -> list[
         isinstance(content, list) and bool(content) and speaks_as(content[0]) != "assistant" for content in contents
     ]
     if all(are_chats):
-        _check_beginning(base.get("prompt"), contents)
+        turns = _parsed(base.get("prompt"))
+        if isinstance(turns, list) and any(chat[: len(turns)] != turns for chat in contents):
+            raise DataError(
+                f'an answer begins with a turn of its own that is not of "prompt", {shortened(base["prompt"])}. Begin '
+                "answers with the assistant's turn, or leave the prompt out."
+            )
         return [_without(base, *_TURNS, *_PROMPTS) | {"messages": content} for content in contents]
     if any(are_chats):
         raise DataError("one answer is a whole chat and another an answer alone. Write them in one form.")
@@ -183,16 +185,6 @@ def _answered(base: Row, prompt: str, answer: Any, answers: Sequence[Any], *, re
     return base | {_PROMPTS[prompt]: words}
 
 
-def _check_beginning(prompt: Any, chats: Sequence[list[Any]]) -> None:
-    """Refuse whole chats that do not begin with the turns that are their prompt."""
-    turns = _parsed(prompt)
-    if isinstance(turns, list) and any(chat[: len(turns)] != turns for chat in chats):
-        raise DataError(
-            f'an answer begins with a turn of its own that is not of "prompt", {shortened(prompt)}. Begin answers with '
-            "the assistant's turn, or leave the prompt out."
-        )
-
-
 def _cut(answers: Sequence[Any]) -> list[Row]:
     """Prompt and answers of texts that begin alike, cut at the last space of what they share, as TRL cuts them."""
     if not all(isinstance(answer, str) for answer in answers):
@@ -201,7 +193,11 @@ def _cut(answers: Sequence[Any]) -> list[Row]:
             f"{', '.join((*_TURNS, *_PROMPTS))}. Name the one that it is, for example with "
             f"{Argument('columns', {'prompt': 'Frage'})}."
         )
-    shared = min(_num_shared(answers[0], answer) for answer in answers[1:])
+    # Halved, as a loop over characters would take seconds.
+    shortest = range(min(map(len, answers)))
+    shared = bisect_left(
+        shortest, True, key=lambda n: any(answer[: n + 1] != answers[0][: n + 1] for answer in answers)
+    )
     last_space = _LAST_SPACE.search(answers[0][:shared])
     space = last_space.start() if last_space else 0
     if not answers[0][:space].strip():
@@ -210,18 +206,6 @@ def _cut(answers: Sequence[Any]) -> list[Row]:
             "prompt. Give it in a column of its own."
         )
     return [{"prompt": answer[:space], "completion": answer[space:]} for answer in answers]
-
-
-def _num_shared(first: str, second: str) -> int:
-    """Number of characters that two texts begin with alike; halved, as a loop over characters would take seconds."""
-    low, high = 0, min(len(first), len(second))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if first[low:middle] == second[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 def _dialogue(words: str) -> list[Row] | None:
@@ -243,7 +227,7 @@ def _parsed(value: Any) -> Any:
         turns = content if isinstance(content, list) else [content]
         is_turns = bool(turns) and all(isinstance(turn, dict) and speaks_as(turn) is not None for turn in turns)
         return content if is_turns else value
-    words = words_of(value)
+    words = None if isinstance(value, str) else words_of(value)
     return value if words is None else words
 
 
@@ -255,15 +239,11 @@ def _turns(fields: Row, column: str) -> list[Any]:
     return turns[0] if len(turns) == 1 and isinstance(turns[0], list) else turns  # LLaVA-RLHF: a list in a list
 
 
-def _own_words(answer: Any) -> Any:
-    """Words of an answer whose speaker is a model's name, as LLaVA-RLHF has it; any other as it is."""
-    return answer["value"] if isinstance(answer, dict) and "value" in answer else answer
-
-
 def _said(answer: Any) -> str | None:
     """Words of an answer that is words or a single turn of them; None of any other."""
     turn = answer[0] if isinstance(answer, list) and len(answer) == 1 else answer
-    return words_of(turn.get("content", turn.get("value")) if isinstance(turn, dict) else turn)
+    words = turn.get("content", turn.get("value")) if isinstance(turn, dict) else turn
+    return words if isinstance(words, str) else words_of(words)
 
 
 def _styled(answer: Any, prompt: Any) -> Any:
@@ -359,12 +339,9 @@ def pair_of(words: Any) -> Row | None:
 
 def _rating(answer: Row) -> float | None:
     """The worth of an answer, the higher the better; None where it has none, as where a judge wrote N/A."""
-    for key in _RANKS:
-        if (rank := _number_of(answer.get(key))) is not None:
-            return -rank
-    for key in _RATINGS:
-        if (rating := _number_of(answer.get(key))) is not None:
-            return rating
+    for key in (*_RANKS, *_RATINGS):
+        if (number := _number_of(answer.get(key))) is not None:
+            return -number if key in _RANKS else number
     aspects = answer.get(_ASPECTS)
     marks = [aspect.get("Rating") for aspect in aspects.values() if isinstance(aspect, dict)] if aspects else []
     numbers = [_number_of(mark) for mark in marks]

@@ -105,6 +105,10 @@ class Reader(ABC):
     def _read(self, start: int) -> Iterator[Raw]:
         """Rows in order; those before `start - 1` may be left out. Raises whatever libraries do at a damaged file."""
 
+    def _damaged(self, row: int, damage: str) -> Raw:
+        """The row that tells of a damage."""
+        return Raw(row, after(self.get(row - 1) if row else None), DataError(damage))
+
     def __repr__(self) -> str:
         """The format and its settings, the same for every object that reads a file alike."""
         return f"{type(self).__name__}({self.__getstate__()})"

@@ -5,7 +5,7 @@ import binascii
 import os
 import posixpath
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -99,9 +99,9 @@ class RowMedia:
         self.counted = has_columns if members is None else {*KINDS}
         self.waiting = {kind: self._column(kind, fields) for kind in KINDS}
 
-    def rest(self, kinds: Iterable[str] = KINDS) -> tuple[Part, ...]:
-        """Media of some kinds that no marker has placed."""
-        return tuple(self.next(kind) for kind in kinds for _ in range(len(self.waiting[kind])))
+    def rest(self, but: Collection[str] = ()) -> tuple[Part, ...]:
+        """Media that no marker has placed, but for some kinds."""
+        return tuple(self.next(kind) for kind in KINDS if kind not in but for _ in range(len(self.waiting[kind])))
 
     def next(self, kind: str) -> Part:
         """The next of the row's media, for a marker.

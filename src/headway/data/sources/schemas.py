@@ -2,18 +2,25 @@
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from headway.data.media.sizes import MediaSizes
-from headway.data.samples import Chat, Document, Media, MediaPart, Message, Origin, Sample, TextPart, unlearnt
+from headway.data.samples import Chat, Document, Media, Message, Origin, Sample, TextPart, unlearnt
 from headway.data.sources.json_rows import listed, shortened
 from headway.data.sources.layouts import COLUMNS, DIGEST, SCHEMAS, TEXT, Layout, RowReading, reading_of
 from headway.data.sources.marks import GRADES, check_columns_of, check_words, grade_of, marked
-from headway.data.sources.messages import json_value, read_tools, read_turns, split_markers, words_of
+from headway.data.sources.messages import (
+    json_value,
+    read_template_inputs,
+    read_turns,
+    split_markers,
+    with_leading_media,
+    words_of,
+)
 from headway.data.sources.preferences import beginning_as, only_answer, preference_of, rows_of_answers
 from headway.data.sources.reader import ParsedRow
-from headway.data.sources.references import KINDS, MediaRules, RowMedia, below, kind_of
+from headway.data.sources.references import MediaRules, RowMedia, below, kind_of
 from headway.errors import ConfigError, DataError
 from headway.words import Argument
 
@@ -59,9 +66,9 @@ class Normaliser:
         """
         fields, reading = self.reading(row)
         layout, columns = reading.layout, reading(fields)
-        # Who maps columns leaves others out on purpose.
-        asides = {} if self.columns else {name: fields[own] for own, name in reading.asides.items()}
-        if asides := {name: value for name, value in asides.items() if value is not None}:
+        asides: dict[str, Any] = {}
+        if reading.asides and not self.columns:  # who maps columns leaves others out on purpose
+            asides = {name: fields[own] for own, name in reading.asides.items() if fields[own] is not None}
             check_columns_of(asides, is_chat=layout.makes == "chat", ways=layout.mapping)
         if layout.makes != "preference":
             media = RowMedia(columns, row.members, self.folder, self.rules)
@@ -74,10 +81,11 @@ class Normaliser:
         chats: list[Chat] = []
         for chat_row in chat_rows:
             answered = empty | chat_row
-            chat_reading = reading_of(answered, has_members=self._has_media(row.members))
+            reading = reading_of(answered, has_members=self._has_media(row.members))
+            columns = reading(answered)
             media = RowMedia(answered, row.members, self.folder, self.rules, decoded)
-            is_chat = chat_reading.layout.makes == "chat"
-            chat = self._read(chat_reading.layout, chat_reading(answered), media, origin, {}) if is_chat else None
+            is_chat = reading.layout.makes == "chat"
+            chat = self._read(reading.layout, columns, media, origin, {}) if is_chat else None
             if not isinstance(chat, Chat):
                 raise DataError(
                     f"the row has {layout}, of a preference, beside a document, which answers nothing. Remove it, or "
@@ -104,7 +112,7 @@ class Normaliser:
 
     @staticmethod
     def _has_media(members: Mapping[str, bytes] | None) -> bool:
-        return any(kind_of(name) for name in members or ())
+        return any(map(kind_of, members or ()))
 
     def _is_there(self, name: str) -> bool:
         root = self.rules.root or self.folder
@@ -135,8 +143,7 @@ class Normaliser:
             if grade is not None:
                 messages = only_answer(messages)
             check_words(fields, messages)
-            tools, variables = read_tools(fields.get("tools")), _template_kwargs(fields)
-            sample = Chat(messages, origin, tools, variables, self.sizes, grade)
+            sample = Chat(messages, origin, *read_template_inputs(fields), self.sizes, grade)
         media.finish()
         return sample
 
@@ -171,7 +178,7 @@ class Normaliser:
                 "message. Leave one of them out."
             )
         # Media that no marker places lead the user's first words, but in sharegpt, where markers place all.
-        return head + (turns if schema == "sharegpt" else _with_leading_media(turns, media))
+        return head + (turns if schema == "sharegpt" else with_leading_media(turns, media))
 
     def _words(self, fields: dict[str, Any]) -> str:
         words = fields.get(TEXT, "")  # null in a corpus that has rows without words
@@ -188,7 +195,8 @@ def _class(label: Any) -> str:
     Raises:
         DataError: it is missing, or no word or number.
     """
-    answer = (words_of(label) or "").strip()  # a space behind a separator is no part of a class
+    words = label if isinstance(label, str) else words_of(label)
+    answer = (words or "").strip()  # a space behind a separator is no part of a class
     if not answer:
         raise DataError(
             f'"label" is {shortened(label)}, and a class is a word or a number. Delete rows without one. If there '
@@ -196,33 +204,6 @@ def _class(label: Any) -> str:
             f"{Argument('columns', {'text': 'text'})} learns the texts themselves."
         )
     return answer
-
-
-def _template_kwargs(fields: dict[str, Any]) -> dict[str, Any]:
-    """Variables of the chat template that a row sets, as TRL reads them."""
-    variables = json_value(fields.get("chat_template_kwargs") or {}, "chat_template_kwargs")
-    if not isinstance(variables, dict) or not all(
-        isinstance(value, bool | int | float | str | None) for value in variables.values()
-    ):
-        raise DataError(
-            f'"chat_template_kwargs" is {shortened(variables)}, but it must be an object of numbers, strings and '
-            'booleans, such as {"enable_thinking": false}.'
-        )
-    return {name: value for name, value in variables.items() if value is not None}
-
-
-def _with_leading_media(turns: tuple[Message, ...], media: RowMedia) -> tuple[Message, ...]:
-    """Media of a kind that no marker and no part places stand before the user's first words.
-
-    Source: TRL 1.16, `prepare_multimodal_messages`; ms-swift 3.8, `Template._add_default_tags`.
-    """
-    first = next((number for number, turn in enumerate(turns) if turn.role == "user"), None)
-    if first is None or not any(media.waiting.values()):
-        return turns
-    placed = {part.kind for turn in turns for part in turn.parts if isinstance(part, MediaPart)}
-    leading = media.rest(kind for kind in KINDS if kind not in placed)
-    question = replace(turns[first], parts=(*leading, *turns[first].parts))
-    return (*turns[:first], question, *turns[first + 1 :])
 
 
 def _prompt_completion(prompt: Any, completion: Any, media: RowMedia) -> tuple[Message, ...]:
@@ -263,8 +244,8 @@ def _round(fields: dict[str, Any], question: str, answer: str, media: RowMedia) 
     words = _text(fields, question)
     if str(fields.get("context") or "").strip():
         words = f"{fields['context']}\n{words}"
-    markers = {kind for kind in KINDS if kind in media.counted and f"<{kind}>" in words}
-    parts = media.rest(kind for kind in KINDS if kind not in markers) + split_markers(words, markers, media)
+    markers = {kind for kind in media.counted if f"<{kind}>" in words}
+    parts = media.rest(markers) + split_markers(words, markers, media)
     return Message("user", parts), Message("assistant", (TextPart(_text(fields, answer)),))
 
 

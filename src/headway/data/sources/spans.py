@@ -10,8 +10,8 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.data.sources.files import File, cached_path, read_span, write_cached
-from headway.data.sources.reader import EMPTY_MESSAGE, Raw, Reader, after, lasting, until_damage
+from headway.data.sources.files import File, cached_path, from_cache, read_span, write_cached
+from headway.data.sources.reader import EMPTY_MESSAGE, Raw, Reader, lasting, until_damage
 from headway.errors import DataError
 
 MOST_ROW_BYTES = 2**29
@@ -106,8 +106,7 @@ class SpanReader(Reader):
     def get(self, row: int) -> Raw:  # noqa: D102 - as the base class says
         start, stop, number = (int(value) for value in self._spans()[row])
         if stop == _DAMAGED:
-            last = self.get(row - 1) if row else None
-            return Raw(row, after(last), DataError(self._damage_file().read_text("utf-8")))
+            return self._damaged(row, self._damage_file().read_text("utf-8"))
         try:
             data = read_span(self._plain_file, start, stop)
         except OSError as error:
@@ -149,21 +148,13 @@ class SpanReader(Reader):
     def _spans(self) -> NDArray[np.int64]:
         """First byte, one past the last and number of every row, shape (rows, 3)."""
         if not hasattr(self, "_table"):
-            path = self._table_file()
-            table = self._cached(path)
-            if table is None:
-                self._scan(path)
-                table = self._cached(path)
-            if table is None:
-                raise DataError(
-                    f"The places of the rows of {self.file.url} cannot be read from {path}, where they were just "
-                    "written. Look after the disk of the cache, or name another folder in HEADWAY_CACHE."
-                )
-            self._table: NDArray[np.int64] = table
+            content = f"The places of the rows of {self.file.url}"
+            self._table = from_cache(self._table_file(), self._cached, self._scan, content)
         return self._table
 
-    def _cached(self, path: Path) -> NDArray[np.int64] | None:
+    def _cached(self) -> NDArray[np.int64] | None:
         """The table of rows in the cache; None where there is none, or one that is damaged and is to be made again."""
+        path = self._table_file()
         table: NDArray[np.int64]
         try:
             size = self.file.size if self._is_plain else Path(self._plain_file.url).stat().st_size

@@ -15,9 +15,9 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from headway.data.sources.files import HEAD_BYTES, cached_path, write_cached
+from headway.data.sources.files import HEAD_BYTES, cached_path, from_cache, write_cached
 from headway.data.sources.json_rows import Unreadable, shortened
-from headway.data.sources.reader import EMPTY_MESSAGE, START, ParsedRow, Raw, Reader, after, lasting, until_damage
+from headway.data.sources.reader import EMPTY_MESSAGE, ParsedRow, Raw, Reader, lasting, until_damage
 from headway.errors import DataError, first_line
 
 _BATCH_ROWS = 64  # decoded at once: few, as a row may hold images
@@ -48,7 +48,7 @@ class TableReader(Reader):
     def get(self, row: int) -> Raw:  # noqa: D102 - as the base class says
         starts, batches, damage, _ = self._rows()
         if damage and row == starts[-1]:
-            return Raw(row, after(self.get(row - 1)) if row else START, DataError(damage))
+            return self._damaged(row, damage)
         number = bisect_right(starts, row) - 1
         faults = self._table[3]
         if number not in faults:
@@ -93,43 +93,33 @@ class TableReader(Reader):
     def _from_copy(self) -> tuple[list[pa.RecordBatch], str]:
         path = cached_path(self.file, f"{type(self).__name__} rows 2").with_suffix(".arrow")
         damage_file = path.with_suffix(".damage")
-        batches = _copied(path, damage_file)
-        if batches is None:
-            write_cached(path, lambda copy: self._copy(copy, damage_file))
-            batches = _copied(path, damage_file)
-        if batches is None:
-            raise DataError(
-                f"The copy of {self.file.url} cannot be read from {path}, where it was just written. Look after the "
-                "disk of the cache, or name another folder in HEADWAY_CACHE."
-            )
+
+        def copied() -> list[pa.RecordBatch] | None:
+            try:
+                if path.stat().st_size:
+                    return list(pa.ipc.open_stream(pa.memory_map(str(path))))
+            except (OSError, pa.ArrowException):
+                return None
+            return [] if damage_file.is_file() else None
+
+        def copy(target: BinaryIO) -> None:
+            """Write all rows as an Arrow stream; name a damage beside it."""
+            writer, damage = None, ""
+            for item in until_damage(self.batches(0)):
+                if isinstance(item, DataError):
+                    damage = lasting(item, self.file)
+                elif item[1].num_rows:
+                    writer = writer or pa.ipc.new_stream(target, item[1].schema)
+                    writer.write_batch(item[1])
+            if writer is not None:
+                writer.close()
+            elif not damage:
+                damage = EMPTY_MESSAGE
+            if damage:
+                write_cached(damage_file, lambda file: file.write(damage.encode()))
+
+        batches = from_cache(path, copied, lambda path: write_cached(path, copy), f"The copy of {self.file.url}")
         return batches, damage_file.read_text("utf-8") if damage_file.exists() else ""
-
-    def _copy(self, copy: BinaryIO, damage_file: Path) -> None:
-        """Write all rows as an Arrow stream; name a damage beside it."""
-        writer = None
-        for item in until_damage(self.batches(0)):
-            if isinstance(item, DataError):
-                self._record_damage(damage_file, lasting(item, self.file))
-            elif item[1].num_rows:
-                writer = writer or pa.ipc.new_stream(copy, item[1].schema)
-                writer.write_batch(item[1])
-        if writer is not None:
-            writer.close()
-        elif not damage_file.exists():
-            self._record_damage(damage_file, EMPTY_MESSAGE)
-
-    def _record_damage(self, damage_file: Path, damage: str) -> None:
-        write_cached(damage_file, lambda file: file.write(damage.encode()))
-
-
-def _copied(path: Path, damage_file: Path) -> list[pa.RecordBatch] | None:
-    """The rows of a copy in the cache; None where there is none, or one that is damaged and is to be made again."""
-    try:
-        if path.stat().st_size:
-            return list(pa.ipc.open_stream(pa.memory_map(str(path))))
-    except (OSError, pa.ArrowException):
-        return None
-    return [] if damage_file.is_file() else None
 
 
 class Arrow(TableReader):
