@@ -59,8 +59,8 @@ def main(config, folder, *seconds):
         return forward(layer, hidden_states, *args, **kwargs)
 
     def seen_merge(meter, every):
-        for _, packed in every[rank]:
-            walls_s.append(meter._pending.sums(packed).totals["wall_ns"] / 1e9)
+        for _, sums in every[rank]:
+            walls_s.append(sums["", "wall_ns"] / 1e9)
         return merge(meter, every)
 
     with (

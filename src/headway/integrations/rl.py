@@ -21,7 +21,7 @@ from headway.meter.memory_traffic import forward_traffic_of
 from headway.meter.pending import Billing, PendingStep, PendingSteps
 from headway.meter.step_clock import StepTime
 from headway.meter.step_phases import PhaseDevices, PhaseTimes
-from headway.meter.tally import Sums, Tally, Yardstick
+from headway.meter.tally import Sums, Tally
 from headway.meter.window import Window
 
 _SLACK = 0.01  # by how much times of phases may add up to more than the step's, as rounded ones do
@@ -205,9 +205,9 @@ class TrainerPhases:
         pending = PendingSteps(models, Mark(None, 0.0), forwards=bytes_of, elsewhere=apart)
         pending.add(PendingStep(step, time, [], skipped=False, left_out=False, batches=batches, extra=extra or {}))
         sums = pending.take()
-        others = [Sums(sums.keys) for _ in range(self.num_devices - 1)]  # devices that share the step's work
-        yardstick = Yardstick(self.peak, math.nan, self.memory_bytes_per_s, None, self.num_devices, apart)
-        window = Tally(yardstick, 1).window([sums, *others], 0, step, dict(extra or {}))
+        others = [Sums() for _ in range(self.num_devices - 1)]  # devices that share the step's work
+        tally = Tally(self.peak, peak_bytes_per_s=self.memory_bytes_per_s, batch_ranks=self.num_devices, devices=apart)
+        window = tally.window([sums, *others], 0, step, dict(extra or {}))
         assert window is not None, "its one step is counted"
         return window
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from headway.errors import UsageError
 from headway.log.boundary import ErrorBoundary
-from headway.meter.tally import Sums
+from headway.meter.tally import WHOLE, Sums
 from headway.version import install_command
 
 _ENERGY = "The energy of this rank's device"
@@ -126,9 +126,9 @@ class WindowEnergy:
         """Add what was drawn since the last time to a window's sums."""
         self._mark(counts=True)
         if self._counted_j is None:
-            sums.totals["num_without_energy"] += 1
+            sums[WHOLE, "num_without_energy"] += 1
             return
-        sums.totals["energy_mj"] += round(self._counted_j * 1000)
+        sums[WHOLE, "energy_mj"] += round(self._counted_j * 1000)
         self._counted_j, self._has_counted = 0.0, False
 
     def _mark(self, *, counts: bool) -> None:

@@ -14,7 +14,7 @@ from headway.meter.batch_share import batch_share
 from headway.meter.goodput import Goodput
 from headway.meter.host_gather import HostAllGather
 from headway.meter.step_meter import MeteredLoop, StepMeter
-from headway.meter.tally import Packed
+from headway.meter.tally import Sums
 from headway.meter.window import Window
 
 
@@ -178,7 +178,7 @@ class Meter(StepMeter):
         return window
 
     def _of_all(self, all_ranks: HostAllGather) -> Window | None:
-        mine: tuple[int, Packed] | None = None
+        mine: tuple[int, Sums] | None = None
         try:
             with self.exchanging():
                 self._pending.leave_out(set().union(*all_ranks.exchange(self._left_out)))
@@ -188,17 +188,16 @@ class Meter(StepMeter):
             warnings.warn(str(error), stacklevel=3)
             every = [mine or self._take()]
             self._tally.only(all_ranks.rank)
-        ranks = [self._pending.sums(packed) for _, packed in every]
         memory = max(memory for memory, _ in every)
-        window = self._tally.window(ranks, memory, self._step, self._pending.extra)
+        window = self._tally.window([sums for _, sums in every], memory, self._step, self._pending.extra)
         self._warn(window)
         return None if window is None else self._of_loop(window)
 
-    def _take(self) -> tuple[int, Packed]:
+    def _take(self) -> tuple[int, Sums]:
         self._left_out = []
         sums = self._pending.take()
         self._energy.add_to(sums)
-        return self._largest_memory(), sums.packed()
+        return self._largest_memory(), sums
 
     def _tell(self, window: Window | None) -> Window | None:
         if window is None:

@@ -15,7 +15,7 @@ from headway.meter.memory_traffic import ForwardTraffic, Traffic
 from headway.meter.phases import StepPhases
 from headway.meter.step_clock import StepTime
 from headway.meter.step_phases import REST, PhaseTimes
-from headway.meter.tally import AWAY_FOR, NS, Packed, Sums
+from headway.meter.tally import AWAY_FOR, NS, WHOLE, Sums, add_count, add_quantities, added, left_out
 
 _MOST = 128  # steps, or batches, after which they are added up without waiting for a log that may never come
 
@@ -111,7 +111,6 @@ class PendingSteps:
         elsewhere: named phases that have devices of their own.
         goodput: the run's ledger, which is told what the device did while the host waited for data.
         on_error: told of a batch that cannot be read, which then counts nothing; None lets the error through.
-        keys: component and driver of rows that cost models of other ranks have, or that join while the loop runs.
         keeps_steps: whether steps stay apart until `take`, since another rank may still have one of them left out.
     """
 
@@ -125,7 +124,6 @@ class PendingSteps:
         forwards: Mapping[int, ForwardTraffic] | None = None,
         elsewhere: Container[str] = (),
         on_error: Callable[[Exception], None] | None = None,
-        keys: Sequence[tuple[str, str]] = (),
         keeps_steps: bool = False,
     ) -> None:
         self.extra: dict[str, Any] = {}
@@ -135,21 +133,14 @@ class PendingSteps:
         self._elsewhere = elsewhere
         self._goodput = goodput
         self._updates = [0, 0]  # steps since FLOPs were last counted, and how many of them skipped theirs
-        rows = (row for model in cost_models for row in model.rows)
-        self._keys = tuple(dict.fromkeys([*keys, *((row.component, row.driver) for row in rows)]))
         self._steps: deque[PendingStep] = deque()
         self._keeps_steps, self._on_error = keeps_steps, on_error
         self._added_up: dict[int, Sums] = {}  # by the step's number
         self._work: defaultdict[Billing, list[Workload | Generation]] = defaultdict(list)
-        self._sums = Sums(self._keys)
+        self._sums = Sums()
 
     def __len__(self) -> int:
         return len(self._steps)
-
-    def extend(self, keys: Iterable[tuple[str, str]]) -> None:
-        """Take in rows of a ledger that joins while the loop runs, at the same step on all ranks."""
-        self._keys = tuple(dict.fromkeys([*self._keys, *keys]))
-        self._sums = self._sums + Sums(self._keys)
 
     def add(self, step: PendingStep) -> None:
         """Note a step down."""
@@ -171,12 +162,12 @@ class PendingSteps:
         chosen = set(numbers)
         for step in self._steps:
             step.left_out = step.left_out or step.number in chosen
-        self._added_up.update({n: sums.left_out() for n, sums in self._added_up.items() if n in chosen})
+        self._added_up.update({n: left_out(sums) for n, sums in self._added_up.items() if n in chosen})
 
     def take(self) -> Sums:
         """Return the sums of the steps that the device has passed, those that are left out aside, and start over."""
         self._collect()
-        sums = sum(self._added_up.values(), start=self._take_sums())
+        sums = added([self._take_sums(), *self._added_up.values()])
         self._added_up.clear()
         return sums
 
@@ -186,17 +177,13 @@ class PendingSteps:
         for step in self._passed():
             self._take_in(step, counted=True)
             sums = self._take_sums()
-            sums.totals["num_left_out"] = int(step.left_out)
+            sums[WHOLE, "num_left_out"] = int(step.left_out)
             sums_of_steps.append(sums)
         return sums_of_steps
 
-    def sums(self, packed: Packed) -> Sums:
-        """Read sums that another rank has packed."""
-        return Sums(self._keys, packed)
-
     def _take_sums(self) -> Sums:
         self._count()
-        sums, self._sums = self._sums, Sums(self._keys)
+        sums, self._sums = self._sums, Sums()
         return sums
 
     def _passed(self) -> Iterator[PendingStep]:
@@ -210,7 +197,7 @@ class PendingSteps:
                 self._count()
 
     def _take_in(self, step: PendingStep, *, counted: bool) -> None:
-        totals = self._sums.totals
+        sums = self._sums
         time = step.time
         # a step lasts from the end of the one before, time away taken out
         wall_ns = max(0, round((time.end.seconds_since(self._last_end) - time.away_s) * NS))
@@ -223,34 +210,34 @@ class PendingSteps:
         self.extra = dict(step.extra)
         for bucket, away_s in time.away_for_s.items():
             if bucket in AWAY_FOR:
-                totals[f"{bucket}_ns"] += round(away_s * NS)
+                sums[WHOLE, f"{bucket}_ns"] += round(away_s * NS)
         if not counted:
-            totals["num_left_out"] += 1
-            totals["left_out_ns"] += wall_ns
+            sums[WHOLE, "num_left_out"] += 1
+            sums[WHOLE, "left_out_ns"] += wall_ns
             return
         # batches whose tokens another rank counts are empty here
         scored: dict[str, Counter[int]] = defaultdict(Counter)  # tokens of frozen models, by phase and model
         for batch, billed in step.batches:
             work = self._work_of(batch, billed)
             self._work[billed].append(work)
-            totals["num_batches"] += billed.trains and billed.counts_tokens
+            sums[WHOLE, "num_batches"] += billed.trains and billed.counts_tokens
             if billed.model and billed.forward_only and isinstance(work, Workload):
                 scored[billed.phase][billed.model] += work.tokens
-        totals["wall_ns"] += wall_ns
-        totals["data_wait_ns"] += min(wait_ns, wall_ns)
-        totals["away_ns"] += round(time.away_s * NS)
+        sums[WHOLE, "wall_ns"] += wall_ns
+        sums[WHOLE, "data_wait_ns"] += min(wait_ns, wall_ns)
+        sums[WHOLE, "away_ns"] += round(time.away_s * NS)
         if step.forwards:  # busy: inside of forwards and backwards, without waits for data in them
             busy_s = sum(span.seconds - sum(wait.seconds for wait in waits) for span, waits in step.forwards)
-            totals["busy_ns"] += round(busy_s * NS)
-        totals["collection_ns"] += round(time.collection_s * NS)
-        totals["profiled"] += step.profiled
+            sums[WHOLE, "busy_ns"] += round(busy_s * NS)
+        sums[WHOLE, "collection_ns"] += round(time.collection_s * NS)
+        sums[WHOLE, "profiled"] += step.profiled
         if time.phases is not None:
             self._take_phases(time.phases)
         self._take_phase_times(time.phase_times, wall_ns)
         for phase, tokens in scored.items():
-            self._sums.phase(phase).totals["scored_tokens"] += max(tokens.values())
-        totals["num_steps"] += 1
-        totals["num_skipped"] += step.skipped
+            sums[phase, "scored_tokens"] += max(tokens.values())
+        sums[WHOLE, "num_steps"] += 1
+        sums[WHOLE, "num_skipped"] += step.skipped
         self._updates[0] += 1
         self._updates[1] += step.skipped
 
@@ -269,25 +256,25 @@ class PendingSteps:
             return Workload()
 
     def _take_phases(self, phases: StepPhases) -> None:
-        totals = self._sums.totals
-        totals["num_sampled"] += 1
+        sums = self._sums
+        sums[WHOLE, "num_sampled"] += 1
         for phase, seconds in phases.seconds().items():
-            totals[f"{phase}_phase_ns"] += round(seconds * NS)
+            sums[WHOLE, f"{phase}_phase_ns"] += round(seconds * NS)
         lead_s = phases.lead_s()
         if lead_s is not None:  # at least 1 ns, since 0 is a CPU's
-            totals["lead_ns"] += max(1, round(lead_s * NS))
-            totals["host_ns"] += round(phases.launching_s() * NS)
+            sums[WHOLE, "lead_ns"] += max(1, round(lead_s * NS))
+            sums[WHOLE, "host_ns"] += round(phases.launching_s() * NS)
 
     def _take_phase_times(self, times: PhaseTimes, wall_ns: int) -> None:
         """Add the time of a step's named phases, and what is left of it."""
         rest_ns = wall_ns
         for name, span in times.spans:
             span_ns = round(span.seconds * NS)
-            self._sums.phase(name).totals["wall_ns"] += span_ns
+            self._sums[name, "wall_ns"] += span_ns
             rest_ns -= span_ns
-        self._sums.phase(REST).totals["wall_ns"] += max(0, rest_ns)
+        self._sums[REST, "wall_ns"] += max(0, rest_ns)
         for name, busy_s in times.busy_s.items():
-            self._sums.phase(name).totals["devices_ns"] += round(busy_s * NS)
+            self._sums[name, "devices_ns"] += round(busy_s * NS)
 
     def _count(self) -> None:
         for billed, work in self._work.items():
@@ -296,22 +283,21 @@ class PendingSteps:
             count = billed.count(workload, self._cost_models)
             # FLOPs of the ranks' own devices; tokens that the model learns from
             if billed.phase not in self._elsewhere:
-                self._sums.add_count(count)
-                self._sums.totals["busy_flops"] += count.forward if billed.is_timed and billed.own else 0
+                add_count(self._sums, WHOLE, count)
+                self._sums[WHOLE, "busy_flops"] += count.forward if billed.is_timed and billed.own else 0
             if billed.trains and billed.counts_tokens:
-                self._sums.add_quantities(workload)
+                add_quantities(self._sums, WHOLE, workload)
                 silent = sum(1 for item in workloads if item.tokens and not item.knows_supervised)
-                self._sums.totals["num_without_labels"] += silent
+                self._sums[WHOLE, "num_without_labels"] += silent
             # all that a phase computes
-            phase = self._sums.phase(billed.phase)
-            phase.add_count(count)
+            add_count(self._sums, billed.phase, count)
             if not billed.counts_tokens:
                 continue
-            phase.add_quantities(workload)
+            add_quantities(self._sums, billed.phase, workload)
             for item in work:
                 if isinstance(item, Generation):
                     for name, number in item.quantities().items():
-                        phase.totals[name] += number
+                        self._sums[billed.phase, name] += number
         self._count_bytes()
         self._work.clear()
         self._updates = [0, 0]
@@ -323,17 +309,17 @@ class PendingSteps:
         for billed, work in self._work.items():
             if not billed.trains and (forwards := self._forwards.get(billed.model)) is not None:
                 moved[billed.phase] = moved.get(billed.phase, 0) + _moved_forward(forwards, work)
-                self._sums.phase(billed.phase).totals["weight_bytes"] += sum(
+                self._sums[billed.phase, "weight_bytes"] += sum(
                     forwards.weights_of_generation(item) for item in work if isinstance(item, Generation)
                 )
         if self._traffic is not None and self._updates[0]:
             phase = trains.pop() if len(trains) == 1 else REST  # an update's bytes are those of all phases that train
             moved[phase] = moved.get(phase, 0) + self._moved_in_training(self._traffic)
-            self._sums.totals["bytes_moved"] += sum(
+            self._sums[WHOLE, "bytes_moved"] += sum(
                 num_bytes for name, num_bytes in moved.items() if name not in self._elsewhere
             )
         for name, num_bytes in moved.items():
-            self._sums.phase(name).totals["bytes_moved"] += num_bytes
+            self._sums[name, "bytes_moved"] += num_bytes
 
     def _moved_in_training(self, traffic: Traffic) -> int:
         trained = [

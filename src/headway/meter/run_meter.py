@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from headway.meter.goodput import Goodput
 from headway.meter.step_meter import MeteredLoop, StepMeter
-from headway.meter.tally import Packed
+from headway.meter.tally import Sums
 from headway.meter.window import Window
 
 
@@ -20,7 +20,7 @@ class RunMeter(StepMeter):
 
     def __init__(self, loop: MeteredLoop, goodput: Goodput | None = None) -> None:
         super().__init__(loop, 1, goodput, None)
-        self._arrived: list[list[tuple[int, Packed]]] = []  # of each rank, steps that not all ranks have passed yet
+        self._arrived: list[list[tuple[int, Sums]]] = []  # of each rank, steps that not all ranks have passed yet
         self._num_merged = 0
 
     def step(self, *, skipped: bool = False, **extra: float) -> None:
@@ -29,7 +29,7 @@ class RunMeter(StepMeter):
         self._energy.step(left_out=False)
         self._tell_watchers(lambda watcher: watcher.took(step))
 
-    def finished(self) -> list[tuple[int, Packed]]:
+    def finished(self) -> list[tuple[int, Sums]]:
         """Take the steps that this rank's device has passed since the last call, for the other ranks.
 
         Nothing is waited for.
@@ -38,9 +38,9 @@ class RunMeter(StepMeter):
         if steps:
             self._energy.add_to(steps[-1])
         memory = self._largest_memory() if steps else 0
-        return [(memory, sums.packed()) for sums in steps]
+        return [(memory, sums) for sums in steps]
 
-    def merge(self, every: Sequence[list[tuple[int, Packed]]]) -> list[Window]:
+    def merge(self, every: Sequence[list[tuple[int, Sums]]]) -> list[Window]:
         """Describe the steps that all ranks have passed.
 
         Args:
@@ -56,9 +56,8 @@ class RunMeter(StepMeter):
         for _ in range(min(map(len, self._arrived))):
             parts = [arrived.pop(0) for arrived in self._arrived]
             self._num_merged += 1
-            ranks = [self._pending.sums(packed) for _, packed in parts]
             memory = max(memory for memory, _ in parts)
-            window = self._tally.one_step(ranks, memory, self.steps_before + self._num_merged)
+            window = self._tally.one_step([sums for _, sums in parts], memory, self.steps_before + self._num_merged)
             windows.append(self._of_loop(window))
         return windows
 

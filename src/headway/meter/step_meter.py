@@ -32,7 +32,7 @@ from headway.meter.pending import Billing, PendingStep, PendingSteps, as_they_ra
 from headway.meter.phases import PhaseTimer, data_parallel_around
 from headway.meter.step_clock import LoopWatcher, StepClock
 from headway.meter.step_phases import REST, NamedPhase
-from headway.meter.tally import Tally, Yardstick
+from headway.meter.tally import Tally
 from headway.meter.watch import ForwardWatch, in_components_of, ledger_of
 from headway.meter.window import Window
 
@@ -98,7 +98,6 @@ class StepMeter(StepClock, ABC):
         ledger = loop.ledger(model)
         # a stage of a pipeline counts what it runs itself, and the first of them the tokens
         self.batch_share, self._counts_tokens = loop.batch_share, True
-        self._keys = [(row.component, row.driver) for row in ledger.rows]  # of the whole model, on every rank
         stage = stage_of(model, ledger) if loop.batch_share.ranks > 1 else None
         if stage is not None:
             ledger, self._counts_tokens, self.batch_share = stage, loop.batch_share.is_first, batch_share(model)
@@ -127,15 +126,13 @@ class StepMeter(StepClock, ABC):
         self.memory_bytes_per_s = loop.memory_bytes_per_s or bandwidth_of(self.device)
         # what steps add up to, and what rates are compared with
         self._tally = Tally(
-            Yardstick(
-                self.peak,
-                math.nan if loop.ceiling is None else loop.ceiling.flops_per_s,
-                self.memory_bytes_per_s,
-                loop.packing_length,
-                self.batch_share.ranks,
-                self._phase_clock.devices,
-            ),
+            self.peak,
             smooth_over,
+            ceiling_flops_per_s=math.nan if loop.ceiling is None else loop.ceiling.flops_per_s,
+            peak_bytes_per_s=self.memory_bytes_per_s,
+            packing_length=loop.packing_length,
+            batch_ranks=self.batch_share.ranks,
+            devices=self._phase_clock.devices,
         )
         self._run: Window | None = None
         self._warned: set[str] = set()  # texts of warnings, or what they are about
@@ -208,7 +205,6 @@ class StepMeter(StepClock, ABC):
             forwards=self._forward_traffic,
             elsewhere=self._phase_clock.devices,
             on_error=self.stop_counting if any(watch.counts for watch in self._watches) else None,
-            keys=[*self._keys, *(key for watch in self._watches for key in watch.keys)],
             keeps_steps=keeps_steps,
         )
 
@@ -261,7 +257,6 @@ class StepMeter(StepClock, ABC):
         with self.away("compile"):
             self.cost_model = self._loop.ledger(self.model)
         self.add_ledger(self.cost_model, is_trained=True)
-        self._pending.extend((row.component, row.driver) for row in self.cost_model.rows)
 
     def _warn_once(self, message: str, category: type[Warning] = RuntimeWarning, about: str = "") -> None:
         if (about or message) not in self._warned:

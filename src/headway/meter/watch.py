@@ -30,11 +30,6 @@ if TYPE_CHECKING:
 
     from headway.tracing.shapes import ShapeTraces
 
-# parts of components, as `headway.tracing.classify` names them: all that a trace of some shape may bring, so that ranks
-# exchange the same numbers whatever shapes they have met
-_PARTS = (
-    "attention", "convolution", "embed", "experts", "head", "mlp", "other", "projections", "recurrence", "router",
-)  # fmt: skip
 _ONE_CALL = Workload(packs=1)  # one forward of the shapes that it was traced on
 _MOST_SHAPES = 512  # of one module
 
@@ -133,11 +128,6 @@ class ForwardWatch:
             self._leaves[inner] = meter.leaves
         self._hooks = ModuleHooks(self, first=phase is not None, breaks_graphs=breaks_graphs)
         self.resume()
-
-    @property
-    def keys(self) -> tuple[tuple[str, str], ...]:
-        """Component and driver of each row that the traces of its shapes may have."""
-        return tuple((f"{self.name}.{part}", "packs") for part in _PARTS)
 
     @property
     def _ledger(self) -> CostModel:

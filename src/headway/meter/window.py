@@ -92,7 +92,11 @@ class PhaseUse:
 
     @cached_property
     def entries(self) -> dict[str, Any]:
-        """Its entries of a record."""
+        """Its entries of a record, from which its rates are read."""
+        return self.to_dict()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Give its entries of a record."""
         return phase_entries(known(self.measured()), _devices(self))
 
     def measured(self) -> dict[str, Any]:
