@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.pages.marks import legend, marks_of, stage_begins, stages
 from headway.pages.run import read_run, report_markdown, report_page
+from headway.pages.steps import legend, marks_of, stage_begins, stages
 from headway.report.charts import ChartMark
 from helpers.pages import write_run
 from helpers.runs import read_metrics

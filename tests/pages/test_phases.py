@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from headway.pages.phases import phase_chart
 from headway.pages.run import read_run, report_markdown, report_page
+from headway.pages.steps import phase_chart
 from helpers.loops import metered_rl_loop
 from helpers.pages import Browser
 

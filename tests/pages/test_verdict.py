@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from headway.errors import ConfigError
 from headway.explain.explanation import Finding
 from headway.pages.comparison import compared_markdown
-from headway.pages.profiled import in_order
-from headway.pages.run import read_run, report_page, verdict
+from headway.pages.run import in_order, read_run, report_page, verdict
 from helpers.pages import write_run
 from helpers.runs import read_metrics
 

@@ -49,9 +49,8 @@ def report(
     """
     from headway.cli.report_serve import serve
     from headway.pages.comparison import compared_markdown, compared_page
-    from headway.pages.judged import judged_alone, judged_markdown, judged_page
     from headway.pages.names import names_of_runs
-    from headway.pages.run import report_markdown, report_page
+    from headway.pages.run import judged_alone, judged_markdown, judged_page, report_markdown, report_page
 
     if live:
         serve(runs, port, output=output, markdown=markdown, open_it=open_it)

@@ -15,7 +15,8 @@ from headway.explain.comparison import Comparison, compare, differences, table_o
 from headway.explain.text import sentences
 from headway.log.run_files import CONFIG
 from headway.pages.names import names_of_runs
-from headway.pages.run import DETAIL, SCHEMA_VERSION, SERIES, ReportedRun, facts, machine, verdict
+from headway.pages.run import SCHEMA_VERSION, ReportedRun, facts, machine, verdict
+from headway.pages.steps import DETAIL, SERIES
 from headway.plugins import objectives
 from headway.report import format_flops, format_rate
 from headway.report.charts import FORMS, DrawnLine, lines_chart

@@ -1,44 +1,62 @@
-"""A run's records read, and reported as one HTML page or as Markdown."""
+"""A run's records and its newest profile read, and reported as one HTML page or as Markdown."""
 
 import gc
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from headway.errors import LogError
+from headway.errors import HeadwayError, LogError
 from headway.explain.comparison import MeanStep, mean_step
-from headway.explain.explanation import PER_SECOND_NOTE, Finding, JobExplanation
+from headway.explain.explanation import MOST, PER_SECOND_NOTE, Finding, JobExplanation
+from headway.explain.findings.rule import FindingPlace, TimeOf
+from headway.explain.findings.rules import RULES
 from headway.explain.records import explain_with_records
-from headway.explain.run_folder import UNFINISHED_NOTE
+from headway.explain.run_folder import UNFINISHED_NOTE, newest_window
 from headway.explain.text import as_text
+from headway.explain.trace import read_traces
+from headway.explain.waterfall import explain
 from headway.log.jsonl import as_object
-from headway.log.run_files import CONFIG, METRICS, RUN, SUMMARY, further_losses
+from headway.log.run_files import CONFIG, METRICS, RUN, SUMMARY
 from headway.meter.goodput_report import FILE_NAME, GoodputReport, read_goodput
 from headway.pages.folder import changed_settings, folder_sections, held_out, held_out_loss, provenance
-from headway.pages.marks import legend, marks_of, stages
 from headway.pages.names import names_of_runs
-from headway.pages.phases import mean_phase_lines, phase_chart
-from headway.pages.profiled import StepProfile, in_order, read_profile
-from headway.pages.verdict import first_sentence
+from headway.pages.steps import (
+    DATA,
+    LEARNING,
+    MOST_KNOTS,
+    SERIES,
+    SPEED,
+    components,
+    further_series,
+    known,
+    legend,
+    marks_of,
+    mean_phase_lines,
+    phase_chart,
+    source_tokens,
+    stages,
+    step_series,
+    step_times,
+    summary_of,
+)
+from headway.pages.verdict import first_sentence, scores
 from headway.report import (
     Column,
     format_bytes,
     format_count,
     format_duration,
-    format_flops,
     format_ms,
     format_rate,
     format_share,
 )
-from headway.report.bars import bar_chart, histogram
-from headway.report.charts import FORMS, ChartMark, DrawnLine, Form, lines_chart
+from headway.report.bars import bar_chart
+from headway.report.charts import FORMS, ChartMark
 from headway.report.markdown import markdown_table, markdown_text
 from headway.report.numbers import number
 from headway.report.page import render
@@ -47,32 +65,21 @@ from headway.report.section import ReportSection
 
 SCHEMA_VERSION = 1
 _LONGEST_FILE = 20_000  # of config.yaml and run.json on the page [characters]
-_FEW = 2  # steps; fewer have no percentiles
-_SLOW, _MOST_SLOW = 1.5, 10  # a step that is told by its number took so many times the median
-_TOLD = 0.1  # share of a step, or of its tokens, that may explain it
-_MOST_KNOTS = 1000  # steps of which the page holds tokens and time; between them these are on a straight line
-DETAIL = 400  # buckets of a long run that the page holds for zooming
 
-_plain = FORMS["plain"]
-_BY_RATIO = re.compile(r"(.+_)?loss|grad_norm")  # numbers whose falls to a hundredth are seen on an axis of ratios
-_Series = tuple[tuple[str, str, Form], ...]  # key of a record, title, and how a value reads
-_LEARNING: _Series = (
-    ("loss", "Loss", "plain"),
-    ("lr", "Learning rate", "plain"),
-    ("grad_norm", "Gradient norm", "plain"),
-)
-_SPEED: _Series = (
-    ("mfu", "MFU", "share"),
-    ("tokens_per_s", "Tokens per second", "count"),
-    ("step_s", "Time of a step", "duration"),
-)
-_DATA: _Series = (
-    ("data_wait_share", "Waiting for data, share of a step", "share"),
-    ("padding_share", "Padding, share of slots", "share"),
-    ("fill", "Fill, tokens over the room of the packs", "share"),
-    ("balance", "Balance, mean over most FLOPs of the ranks", "share"),
-)
-SERIES = (*_LEARNING, *_SPEED, *_DATA)
+
+@dataclass(frozen=True, slots=True)
+class StepProfile:
+    """Sections of what a profile says of its steps.
+
+    Attributes:
+        about: which steps, on how many ranks.
+        mean: their mean.
+        findings: of its rules, what to mend first.
+    """
+
+    about: str
+    mean: MeanStep
+    findings: tuple[Finding, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +163,58 @@ def assembled(path: Path, explanation: JobExplanation, records: Sequence[Mapping
     )
 
 
+def read_profile(folder: Path) -> tuple[StepProfile | None, tuple[str, ...]]:
+    """Read the newest profile of a run folder.
+
+    Args:
+        folder: of the run.
+
+    Returns:
+        The profile, None where there is none or it cannot be read; and what a reader must know of it.
+    """
+    paths, about = newest_window(folder)
+    if not paths:
+        return None, ()
+    stamps = tuple((path, path.stat().st_size, path.stat().st_mtime_ns) for path in paths)
+    profile = _read_traces(stamps, about)
+    if isinstance(profile, str):
+        return None, (f"the profile cannot be read, and records alone tell where the time went: {profile}",)
+    return profile, ()
+
+
+@lru_cache(maxsize=2)  # a page that is shown again and again, as by --serve, reads a profile once
+def _read_traces(stamps: tuple[tuple[Path, int, int], ...], about: str) -> StepProfile | str:
+    try:
+        explanation = explain([trace for path, *_ in stamps for trace in read_traces(path)])
+    except (HeadwayError, OSError) as error:
+        return str(error)
+    return StepProfile(about, mean_step("profile", explanation), explanation.findings)
+
+
+def in_order(by_profile: Sequence[Finding] | None, by_records: Sequence[Finding]) -> tuple[Finding, ...]:
+    """Put findings of a profile and of the records of its run in one order, the first to mend first.
+
+    A profile sees all of its steps, so that it goes before what records suspect of the time within them; what lies
+    between the steps it cannot see. What names no cause, the records have nothing to add to.
+
+    Args:
+        by_profile: of the profiled steps; None without a profile.
+        by_records: of all steps.
+    """
+    if by_profile is None:
+        return tuple(by_records)
+    places = {rule.name: observer.place for rule in RULES for observer in rule.observers}
+    between = {rule.name for rule in RULES if rule.in_records is not None and rule.in_records.time is TimeOf.BESIDE}
+    names = {finding.id for finding in by_profile}
+    more = [f for f in by_records if f.id not in names and places.get(f.id) not in (FindingPlace.VAGUE, None)]
+
+    def order(finding: Finding) -> tuple[FindingPlace, bool, float]:
+        is_suspected = finding.id not in names and finding.id not in between
+        return places.get(finding.id, FindingPlace.UNEXPLAINED), is_suspected, -finding.share
+
+    return tuple(sorted([*by_profile, *more], key=order)[:MOST])
+
+
 def texts_of(path: Path) -> dict[str, str]:
     """Texts of config.yaml and run.json of a run folder, where they are, without secrets."""
     folder = path if path.is_dir() else path.parent
@@ -211,12 +270,12 @@ def report_markdown(run: ReportedRun) -> str:
 def _over_the_run(run: ReportedRun) -> dict[str, list[ReportSection]]:
     """Charts over the steps and tables of totals, by the heading that they stand under."""
     held_out = None if run.folder is None else held_out_loss(run.folder)
-    of = partial(_series, run, companions={} if held_out is None else {"loss": held_out})
+    of = partial(step_series, run.records, run.marks, {} if held_out is None else {"loss": held_out})
     config, facts_of_run = run.files.get(CONFIG, ""), run.files.get(RUN, "")
     of_records = {
-        "Learning": of((*_LEARNING, *_further_series(run.records))),
-        "Speed and memory": [*of(_SPEED), *_times(run), *_components(run)],
-        "Data": [*of(_DATA), *_sources(run), stages(run.marks, run.records)],
+        "Learning": of((*LEARNING, *further_series(run.records))),
+        "Speed and memory": [*of(SPEED), *step_times(run.records), *components(run.records)],
+        "Data": [*of(DATA), *source_tokens(run.records), stages(run.marks, run.records)],
         "The run": [],
     }
     of_folder = folder_sections(run.folder, run.records, run.marks)
@@ -257,7 +316,7 @@ def facts(run: ReportedRun) -> list[tuple[str, str]]:
     first = run.explanation.steps[0].step - int(number(run.records[0].get("num_steps")) or 1) + 1
     rows = []
     # How well the hardware was used, and by which rule that is counted.
-    if mfu := _known(run, "mfu"):
+    if mfu := known(run.records, "mfu"):
         low, middle, high = (format_share(float(value)) for value in np.percentile(mfu, [5, 50, 95]))
         rows.append(("MFU, median of records (5th to 95th percentile)", f"{middle} ({low} to {high})"))
     if run.mean.mfu is not None:
@@ -277,13 +336,13 @@ def facts(run: ReportedRun) -> list[tuple[str, str]]:
         rows.append(("model", f"{model.get('class')}, {parameters / 1e6:,.4g} M parameters"))
     if (ranks := number(last.get("world_size"))) is not None:
         rows.append(("ranks", f"{ranks:g}" + (f" x {device['name']}" if "name" in device else "")))
-    if loss := _known(run, "loss"):
-        rows.append(("loss, first and last record", f"{_plain(loss[0])}, {_plain(loss[-1])}"))
-    if tokens := _known(run, "tokens"):
+    if loss := known(run.records, "loss"):
+        rows.append(("loss, first and last record", f"{FORMS['plain'](loss[0])}, {FORMS['plain'](loss[-1])}"))
+    if tokens := known(run.records, "tokens"):
         rows.append(("tokens", format_count(int(sum(tokens)))))
-    if memory := _known(run, "peak_memory_bytes"):
+    if memory := known(run.records, "peak_memory_bytes"):
         rows.append(("memory, most of a rank", format_bytes(max(memory))))
-    if len(energy := _known(run, "energy_j")) == len(run.records):
+    if len(energy := known(run.records, "energy_j")) == len(run.records):
         rows.append(("energy, as the devices measured it", f"{sum(energy) / 3.6e6:.4g} kWh"))
     return rows
 
@@ -324,126 +383,9 @@ def _goodput(run: ReportedRun) -> list[ReportSection]:
     return [ReportSection(title, ["bucket", "time", "share"], rows, chart=chart)]
 
 
-def _further_series(records: Sequence[Mapping[str, Any]]) -> _Series:
-    """Series of the losses that an objective records beside "loss"."""
-    names = dict.fromkeys(name for record in records[-_MOST_KNOTS:] for name in further_losses(record))
-    return tuple((f"{name}_loss", f"{name.capitalize()} loss", "plain") for name in names)
-
-
-def _series(run: ReportedRun, series: _Series, companions: Mapping[str, DrawnLine]) -> list[ReportSection]:
-    """A chart over the steps for each number of the records; numbers that never change share one table.
-
-    Args:
-        run: it.
-        series: numbers of its records.
-        companions: a line that is drawn with such a number, by its key.
-    """
-    steps = [float(record["step"]) for record in run.records]
-    sections, constant = [], []
-    for key, title, form in series:
-        write = FORMS[form]
-        values = [number(record.get(key)) for record in run.records]
-        if all(value is None for value in values):
-            continue
-        summary = _summary(run.records, values)
-        if summary["smallest"] == summary["largest"] and len(values) > 1:
-            constant.append([title, write(summary["smallest"])])
-            continue
-        other = companions.get(key)
-        lines = [DrawnLine("training" if other else "", steps, values), *([other] if other else [])]
-        chart = lines_chart(
-            title, lines, form=form, marks=run.marks, by_ratio=bool(_BY_RATIO.fullmatch(key)), detail=DETAIL
-        )
-        rows = [[name, write(summary[name])] for name in ("5 %", "50 %", "95 %")]
-        rows.insert(0, [f"smallest, step {summary['step of smallest']:.0f}", write(summary["smallest"])])
-        rows.append([f"largest, step {summary['step of largest']:.0f}", write(summary["largest"])])
-        sections.append(ReportSection(title, ["of the records", "value"], rows, chart=chart))
-    if constant:
-        sections.append(ReportSection("The same in every record", ["what", "value"], constant))
-    return sections
-
-
-def _times(run: ReportedRun) -> list[ReportSection]:
-    """Percentiles of step times, and the slowest steps with the reasons that their records give."""
-    timed = [(value, record) for record in run.records if (value := number(record.get("step_s"))) is not None]
-    times = [value for value, _ in timed]
-    if len(times) < _FEW:
-        return []
-    spread = [[f"{q} %", format_duration(float(np.percentile(times, q)))] for q in (5, 25, 50, 75, 95, 99)]
-    chart = histogram(title := "How long steps took", times, form=format_duration)
-    sections = [ReportSection(title, ["percentile of steps", "time"], spread, chart=chart)]
-    usual_s = float(np.median(times))
-    slow = sorted((pair for pair in timed if pair[0] > _SLOW * usual_s), key=lambda pair: -pair[0])
-    usual_tokens = float(np.median(_known(run, "tokens") or [0.0]))
-    rows = [
-        [f"{record['step']:,}", format_duration(time_s), f"{time_s / usual_s:.1f}", _why_slow(record, usual_tokens)]
-        for time_s, record in slow[:_MOST_SLOW]
-    ]
-    if rows:
-        says = f"{len(slow):,} of {len(times):,} took more than {_SLOW} times the median, {format_duration(usual_s)}."
-        headings = ["step", "time", "x median", "its record says"]
-        if not any(why for *_, why in rows):
-            headings, rows = headings[:-1], [row[:-1] for row in rows]
-        sections.append(ReportSection("The slowest steps", headings, rows, says))
-    return sections
-
-
-def _why_slow(record: Mapping[str, Any], usual_tokens: float) -> str:
-    """Cause that a slow step's own record tells; mostly there is none."""
-    reasons = []
-    if (waited := number(record.get("data_wait_share")) or 0.0) >= _TOLD:
-        reasons.append(f"waited for data {format_share(waited)}")
-    if usual_tokens and (tokens := number(record.get("tokens")) or 0.0) >= (1 + _TOLD) * usual_tokens:
-        reasons.append(f"{tokens / usual_tokens:.1f} times the usual tokens")
-    if number(record.get("recompiles")):
-        reasons.append("compiled again")
-    return ", ".join(reasons)
-
-
-def _summary(records: Sequence[Mapping[str, Any]], values: Sequence[float | None]) -> dict[str, float]:
-    pairs = [(value, int(record["step"])) for record, value in zip(records, values, strict=True) if value is not None]
-    low, high = min(pairs), max(pairs)
-    extremes = {"smallest": low[0], "step of smallest": low[1], "largest": high[0], "step of largest": high[1]}
-    quantiles = np.percentile([value for value, _ in pairs], [5, 50, 95])
-    return extremes | {f"{q} %": float(value) for q, value in zip((5, 50, 95), quantiles, strict=True)}
-
-
-def _components(run: ReportedRun) -> list[ReportSection]:
-    totals: dict[str, float] = {}
-    for record in run.records:
-        by_component = record.get("flops_by_component")
-        for name, flops in by_component.items() if isinstance(by_component, Mapping) else ():
-            totals[name] = totals.get(name, 0.0) + max(number(flops) or 0.0, 0.0)
-    if not (total := sum(totals.values())):
-        return []
-    ordered = sorted(totals.items(), key=lambda item: (-item[1], item[0]))
-    rows = [[name, format_flops(flops), format_share(flops / total)] for name, flops in ordered]
-    title = "FLOPs by component, all steps"
-    chart = bar_chart(title, [(name, float(flops)) for name, flops in ordered], form=format_flops)
-    return [ReportSection(title, ["component", "FLOPs", "share"], rows, chart=chart)]
-
-
-def _sources(run: ReportedRun) -> list[ReportSection]:
-    tokens: dict[str, float] = {}
-    losses: dict[str, float] = {}
-    for record in run.records:
-        sources = record.get("sources")
-        for name, source in sources.items() if isinstance(sources, Mapping) else ():
-            if isinstance(source, Mapping):
-                tokens[name] = tokens.get(name, 0.0) + max(number(source.get("tokens")) or 0.0, 0.0)
-                if (loss := number(source.get("loss"))) is not None:
-                    losses[name] = loss
-    if not tokens:
-        return []
-    rows = [[name, f"{tokens[name]:,.0f}", _plain(losses[name]) if name in losses else ""] for name in tokens]
-    title = "Tokens by source"
-    chart = bar_chart(title, [*tokens.items()], form=lambda value: f"{value:,.0f}")
-    return [ReportSection(title, ["source", "tokens", "last loss"], rows, chart=chart)]
-
-
 def machine(run: ReportedRun) -> dict[str, Any]:
     """Numbers of the page of a run, JSON-ready."""
-    series = (*SERIES, *_further_series(run.records))
+    series = (*SERIES, *further_series(run.records))
     by_key = {key: [number(record.get(key)) for record in run.records] for key, _, _ in series}
     return {
         "schema_version": SCHEMA_VERSION,
@@ -455,7 +397,7 @@ def machine(run: ReportedRun) -> dict[str, Any]:
         "findings": [finding.to_dict() for finding in run.findings],
         "axes": _axes(run),
         "series": {
-            key: _summary(run.records, values)
+            key: summary_of(run.records, values)
             for key, values in by_key.items()
             if any(value is not None for value in values)
         },
@@ -465,7 +407,7 @@ def machine(run: ReportedRun) -> dict[str, Any]:
 def _axes(run: ReportedRun) -> dict[str, list[float]]:
     """Tokens and time up to steps of the run, evenly chosen, for charts over either."""
     last = len(run.records) - 1
-    places = np.unique(np.linspace(0, last, min(last + 1, _MOST_KNOTS)).round().astype(int))
+    places = np.unique(np.linspace(0, last, min(last + 1, MOST_KNOTS)).round().astype(int))
     axes = {"step": [run.records[place]["step"] for place in places]}
     if PER_SECOND_NOTE not in run.explanation.notes:
         axes["seconds"] = [round(float(seconds), 3) for seconds in _seconds(run)[places]]
@@ -475,5 +417,60 @@ def _axes(run: ReportedRun) -> dict[str, list[float]]:
     return axes
 
 
-def _known(run: ReportedRun, key: str) -> list[float]:
-    return [value for record in run.records if (value := number(record.get(key))) is not None]
+def judged_alone(path: Path) -> list[Mapping[str, Any]]:
+    """Read the evaluations of a run folder, or of its metrics.jsonl; none where there is no such file.
+
+    Args:
+        path: of a run without a record of a step.
+    """
+    file = path / METRICS if path.is_dir() else path
+    return held_out(file.parent) if file.name == METRICS and file.is_file() else []
+
+
+def judged_page(path: Path, evaluations: Sequence[Mapping[str, Any]]) -> str:
+    """Render evaluations as one HTML page."""
+    (name,) = names_of_runs([path])
+    sections = _judged_sections(path)
+    return render(
+        "run.html.jinja",
+        name=name,
+        verdict=_judged_sentence(evaluations),
+        findings=(),
+        facts=(),
+        has_goodput=False,
+        first=(),
+        legend="",
+        phases=None,
+        by_heading=sections,
+        notes=(),
+        files=texts_of(path),
+        numbers={"schema_version": SCHEMA_VERSION, "name": name, "evaluations": [*evaluations]},
+    )
+
+
+def judged_markdown(path: Path, evaluations: Sequence[Mapping[str, Any]]) -> str:
+    """Render evaluations as Markdown."""
+    sections = [section for of_heading in _judged_sections(path).values() for section in of_heading]
+    return "\n\n".join(
+        [f"**{markdown_text(_judged_sentence(evaluations))}**", *(section.as_markdown() for section in sections)]
+    )
+
+
+def _judged_sentence(evaluations: Sequence[Mapping[str, Any]]) -> str:
+    """Number of evaluations, and the results of the last one."""
+    count = len(evaluations)
+    many = f"{format_count(count)} evaluation{'' if count == 1 else 's'} and no step of training"
+    step, score = number(evaluations[-1].get("step")), scores(evaluations[-1])
+    when = "" if step is None else f", after step {step:,.0f}"
+    result = f"the loss was {score}" if number(evaluations[-1].get("loss")) is not None else score
+    return f"{many}; at the last one{when}, {result or 'no score is recorded'}."
+
+
+def _judged_sections(path: Path) -> dict[str, list[ReportSection]]:
+    """Sections of the folder beside those of steps, by heading."""
+    folder, texts = path if path.is_dir() else path.parent, texts_of(path)
+    of_folder = folder_sections(folder, ())
+    files = [changed_settings(texts.get(CONFIG, ""), texts.get(RUN, "")), provenance(texts.get(RUN, ""))]
+    by_heading = of_folder | {"The run": [*of_folder["The run"], *files]}
+    shown = {heading: [section for section in parts if section.rows] for heading, parts in by_heading.items()}
+    return {heading: parts for heading, parts in shown.items() if parts}
