@@ -7,12 +7,14 @@ apart by their work: `TOWER.attention`, `TOWER.products` of all other components
 product. Elsewhere all components of these blocks are one: `TOWER (compiled)`.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 
 from headway.explain.attribution import Attribution, Chore, Phase
 from headway.explain.budget import NO_COMPONENT, OTHER, NeededWork, tower_of
 from headway.explain.events import NONE
 from headway.explain.kernels import Work, is_attention
+from headway.explain.measurement import MATMUL, MeasuredStep
 
 # In brackets, as they are no components.
 _OF_PHASE = {
@@ -58,6 +60,14 @@ class Owners:
     def of_component(self, component: str) -> str:
         """Name the owner of a component's time: itself, or the compiled blocks that it is part of."""
         return self._unit_of.get(component, component)
+
+    def matmul_ns(self, step: MeasuredStep) -> Counter[str]:
+        """Time of the matmul-class events of a step by owner [ns]."""
+        took: Counter[str] = Counter()
+        for owned in step.owned:
+            if owned.line == MATMUL:
+                took[self.of(owned.event)] += owned.ns
+        return took
 
     def flops_run(self, step: int) -> dict[str, int]:
         """FLOPs that ran in a step by owner, those of activation checkpointing included."""

@@ -184,17 +184,16 @@ def _note_on_window(window: StepWindow) -> str:
 def _waterfall(facts: TraceFacts, step: MeasuredStep, others: Sequence[Collectives]) -> StepWaterfall:
     measured, budget = facts.measured, facts.budget
     duration_ns, number = step.window.ns, step.window.step
+    needs, useful_flops = (budget.needs(number), budget.useful_flops(number)) if budget else (None, None)
+    amounts = [] if needs is None else head_lines(needs)  # key, name, ns, parts
     # Matmul-class time first: one line without needs; else what was needed, then what each component took beyond it.
-    needs = budget.needs(number) if budget else None
-    amounts: list[tuple[str, str, int, dict[str, int]]] = []  # key, name, ns, parts
-    names = {**NAMES, **_NAMES_ON_CPU} if measured.trace.is_cpu_only else NAMES
     spent, parts = _spent(measured, step)
+    names = {**NAMES, **_NAMES_ON_CPU} if measured.trace.is_cpu_only else NAMES
     if needs is None or budget is None:
         amounts.append((MATMUL, names[MATMUL], spent[MATMUL], parts[MATMUL]))
     else:
         owners = Owners(measured.attribution, budget)
-        took = _matmul_by_owner(step, owners)
-        amounts += head_lines(needs)
+        took = owners.matmul_ns(step)
         needed: Counter[str] = Counter()
         for component, need in needs.items():
             needed[owners.of_component(component)] += need.total
@@ -213,8 +212,7 @@ def _waterfall(facts: TraceFacts, step: MeasuredStep, others: Sequence[Collectiv
     for key in ("copies", "idle.data", "idle.launch", "idle.sync", "idle.other", "aside", "unexplained"):
         amounts.append((key, names[key], spent[key], parts[key]))
     # MFU is the needed work's time at the peak, of the duration; each line says how far it would rise without it.
-    useful_flops = budget.useful_flops(number) if budget and needs is not None else None
-    peak = budget.peak_flops_per_s if budget else None
+    peak = budget.peak_flops_per_s if budget and needs is not None else None
     at_peak_ns = useful_flops / peak * 1e9 if useful_flops is not None and peak else None
     mfu = None if at_peak_ns is None else at_peak_ns / duration_ns
     # A share is of the step, not of the lines: these add up to it, with lines below zero among them.
@@ -256,11 +254,3 @@ def _spent(measured: MeasuredTrace, step: MeasuredStep) -> tuple[Counter[str], d
         spent["idle.sync"] += ns
         of_line["idle.sync"][waited] += ns
     return spent, {key: dict(counted.most_common()) for key, counted in of_line.items()}
-
-
-def _matmul_by_owner(step: MeasuredStep, owners: Owners) -> Counter[str]:
-    took: Counter[str] = Counter()
-    for owned in step.owned:
-        if owned.line == MATMUL:
-            took[owners.of(owned.event)] += owned.ns
-    return took

@@ -74,11 +74,6 @@ class RuleObserver(Generic[EvidenceKind]):
     place: FindingPlace = FindingPlace.CAUSE
     lines: tuple[str, ...] = ()
 
-    @property
-    def is_vague(self) -> bool:
-        """True if it names no cause, so that it is charged with what the others leave."""
-        return self.place is FindingPlace.VAGUE
-
 
 @dataclass(frozen=True, slots=True)
 class Rule:

@@ -5,7 +5,7 @@ the `RULES` of that file with the least share that is worth a word.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Any
 
 from headway.explain.events import NONE
@@ -53,7 +53,7 @@ def find(steps: StepEvidence | None = None, run: RunEvidence | None = None) -> t
         time = observation.time or observer.time
         counted = run.steady if evidence is run and time not in OF_A_WHOLE_RUN else evidence
         # Of time between the steps a loss is a share of both together.
-        lost_ns = max(0, observation.ns - (named_ns if observer.is_vague else 0))
+        lost_ns = max(0, observation.ns - (named_ns if observer.place is FindingPlace.VAGUE else 0))
         beside_ns = sum(counted.beside_ns.values()) if time is TimeOf.BESIDE else 0
         total_ns = beside_ns + (counted.full_ns if time is TimeOf.MACHINE else counted.duration_ns)
         if lost_ns < observer.least * total_ns:
@@ -71,15 +71,17 @@ def find(steps: StepEvidence | None = None, run: RunEvidence | None = None) -> t
 
 def _asked(
     steps: StepEvidence | None, run: RunEvidence | None
-) -> Iterator[tuple[str, RuleObserver[Any], StepEvidence | RunEvidence]]:
-    """Give the observers that have evidence, each with its rule's name; vague ones last, which are charged the rest."""
-    for is_vague in (False, True):
-        for rule in RULES:
-            of_records, of_trace = rule.in_records, rule.in_trace
-            if run is not None and run.num_steps and of_records is not None and of_records.is_vague == is_vague:
-                yield rule.name, of_records, run if of_records.time in OF_A_WHOLE_RUN else run.steady
-            if steps is not None and steps.num_steps and of_trace is not None and of_trace.is_vague == is_vague:
-                yield rule.name, of_trace, steps
+) -> list[tuple[str, RuleObserver[Any], StepEvidence | RunEvidence]]:
+    """List the observers that have evidence, each with its rule's name, of two of a rule that of records first."""
+    observers: list[tuple[str, RuleObserver[Any], StepEvidence | RunEvidence]] = []
+    for rule in RULES:
+        if rule.in_records is not None and run is not None and run.num_steps:
+            evidence = run if rule.in_records.time in OF_A_WHOLE_RUN else run.steady
+            observers.append((rule.name, rule.in_records, evidence))
+        if rule.in_trace is not None and steps is not None and steps.num_steps:
+            observers.append((rule.name, rule.in_trace, steps))
+    # Vague ones last, which are charged with what the others leave.
+    return sorted(observers, key=lambda row: row[1].place is FindingPlace.VAGUE)
 
 
 def _finding(
