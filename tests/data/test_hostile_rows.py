@@ -88,7 +88,7 @@ LONG = {  # rows beyond the bounds of the test below
 
 @pytest.mark.parametrize("name", LONG)
 def test_a_row_that_is_longer_than_the_memory_may_be_ends_its_file_before_it_is_read(name, tmp_path, monkeypatch):
-    monkeypatch.setattr("headway.data.sources.spans.MOST_ROW_BYTES", 3000)
+    monkeypatch.setattr("headway.data.sources.reader.MOST_ROW_BYTES", 3000)
     monkeypatch.setattr("headway.data.sources.tar._MOST_SAMPLE_BYTES", 30_000)  # it is read by 10,240
     (tmp_path / name).write_bytes(LONG[name])
     source = open_source(tmp_path / name)
@@ -109,7 +109,7 @@ def test_a_member_of_a_stated_exabyte_is_not_read_to_its_end(tmp_path):
 
 
 def test_a_document_that_is_a_whole_file_has_the_same_bound(tmp_path, monkeypatch):
-    monkeypatch.setattr("headway.data.sources.spans.MOST_ROW_BYTES", 3000)
+    monkeypatch.setattr("headway.data.sources.reader.MOST_ROW_BYTES", 3000)
     (tmp_path / "a.txt").write_bytes(b"a\n\n" * 2000)
     found = [sample for _, sample in open_source(tmp_path / "a.txt", sample_by="document").shards[0].rows()]
     assert "the document is longer than" in str(found[0])

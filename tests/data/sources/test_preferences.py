@@ -374,7 +374,9 @@ def test_videos_and_sounds_of_rejected_answers(tmp_path):
 
 def test_media_within_the_row_are_decoded_once(monkeypatch):
     times, decode = [], references.inline_bytes
-    monkeypatch.setattr(references, "inline_bytes", lambda kind, uri: times.append(kind) or decode(kind, uri))
+    monkeypatch.setattr(
+        references, "inline_bytes", lambda *words, **settings: times.append(words[0]) or decode(*words, **settings)
+    )
     answers = [{"answer": str(number), "rank": number} for number in range(MOST_ANSWERS)]
     sample = read({"prompt": "Which?", "images": [PIXEL], "answers": answers})
     assert len(sample.answers) == MOST_ANSWERS

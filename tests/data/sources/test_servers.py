@@ -110,7 +110,7 @@ def is_sentence(message, url):
 @pytest.mark.parametrize("name", ANSWERS)
 def test_every_answer_of_a_server_gives_all_rows_or_one_sentence(server, name, monkeypatch):
     monkeypatch.setattr(stores, "SILENCE_S", 0.5)
-    monkeypatch.setattr("headway.data.sources.spans.MOST_ROW_BYTES", 2**20)
+    monkeypatch.setattr("headway.data.sources.reader.MOST_ROW_BYTES", 2**20)
     url, message = f"{server}/{name.replace(' ', '%20')}/rows.jsonl", ANSWERS[name][1]
     if message is None:
         assert contents(url) == [f"text {number}" for number in range(200)]

@@ -7,9 +7,8 @@ from typing import Any, BinaryIO, Literal, get_args
 import numpy as np
 
 from headway.data.sources.files import File
-from headway.data.sources.json_rows import decoded
-from headway.data.sources.reader import ParsedRow
-from headway.data.sources.spans import Record, SpanReader, check_row, lines, whole
+from headway.data.sources.reader import ParsedRow, Record, SpanReader, check_row, lines, whole
+from headway.data.sources.text_rows import decoded
 from headway.errors import ConfigError
 
 SampleBy = Literal["paragraph", "line", "document"]

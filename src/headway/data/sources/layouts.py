@@ -11,10 +11,10 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from headway.data.sources.json_rows import listed, shortened
 from headway.data.sources.marks import GRADES, HARMLESS_COLUMNS, check_columns_of, speaks_of_learning
 from headway.data.sources.preferences import is_ranked, pair_of
 from headway.data.sources.references import KINDS, is_nothing, kind_of, media_key
+from headway.data.sources.text_rows import listed, shortened
 from headway.errors import DataError
 from headway.words import Argument
 

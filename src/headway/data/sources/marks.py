@@ -7,14 +7,14 @@ axolotl (`train`, `training`), OpenAI (`weight`), torchtune (`masked`).
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from headway.data.samples import Message
-from headway.data.sources.json_rows import shortened
+from headway.data.samples import Message, unlearnt
 from headway.data.sources.references import kind_of
+from headway.data.sources.text_rows import shortened
 from headway.errors import DataError
 
 _LEARNING = {
@@ -47,7 +47,7 @@ REFUSED_COLUMNS = {
     "label": "it is KTO's mark of good and bad answers, or the class of what the row holds, and Headway learns words",
     "kto_tag": "it is KTO's mark of an answer, which is true or false, and stands beside a chat",
 }
-"""Columns of a row that are refused, and why; `grade_of` reads grades."""
+"""Columns of a row that are refused, and why; `marked` reads grades."""
 
 GRADES = ("label", "kto_tag")
 """Columns that say whether a chat's answer is wished for. Source: TRL's and ms-swift's `label`, LLaMA-Factory's."""
@@ -163,59 +163,81 @@ def _is_mark(name: str, value: Any) -> bool:
     return not isinstance(value, bytes | dict) and not (isinstance(value, str) and kind_of(value))
 
 
-def marked(messages: tuple[Message, ...], fields: Mapping[str, Any]) -> tuple[Message, ...]:
-    """Turns of a chat with the marks that its row lists, one for each.
+def marked(
+    messages: tuple[Message, ...], columns: Mapping[str, Any], asides: Mapping[str, Any]
+) -> tuple[tuple[Message, ...], bool | None]:
+    """Turns of a chat with the marks that its row lists, one for each, and its grade.
 
     Args:
         messages: the turns.
-        fields: the row's columns that are not read.
+        columns: the row's columns by their roles, null ones too.
+        asides: its columns that are not read and speak of learning.
+
+    Returns:
+        The turns, and whether a chat's answer is wished for, of data for KTO; None of a chat that is not graded.
 
     Raises:
-        DataError: a list has another length, or says of a turn what is not done.
+        DataError: a list has another length, or says of a turn what is not done; grades differ; nothing is learnt.
 
     >>> turns = (Message("user", ()), Message("assistant", ()), Message("assistant", ()))
-    >>> [turn.learnt for turn in marked(turns, {"loss_mask": [0, 0, 1]})]
+    >>> [turn.learnt for turn in marked(turns, {}, {"loss_mask": [0, 0, 1]})[0]]
     [True, False, True]
     """
-    for name, marks in fields.items():
-        if not isinstance(marks, list) or not _is_mark(name, marks):
-            continue
-        opening = messages[: len(messages) - len(marks)]  # a column's system prompt is no turn
-        if len(marks) > len(messages) or len(opening) > 1 or any(turn.role != "system" for turn in opening):
-            raise DataError(
-                f'the row has the column "{name}", {shortened(marks)}, of {len(marks)} marks, and its chat has '
-                f"{len(messages)} turns, so what is to be learnt cannot be told. Give a mark for each turn, or mark "
-                "turns by their own key loss."
-            )
-        turns = messages[len(opening) :]
-        learnt = [
-            is_learnt({name: mark}, turn.role, f"turn {number}")
-            for number, (turn, mark) in enumerate(zip(turns, marks, strict=True), 1)
-        ]
-        messages = opening + tuple(
-            replace(turn, learnt=turn.learnt and is_so) for turn, is_so in zip(turns, learnt, strict=True)
-        )
-    return messages
-
-
-def grade_of(fields: Mapping[str, Any]) -> bool | None:
-    """Tell whether a chat's answer is wished for, of data for KTO; None of a chat that is not graded.
-
-    Args:
-        fields: the row's columns, null ones too.
-
-    Raises:
-        DataError: two grades differ, or LLaMA-Factory's column of grades has none for this row.
-    """
-    grades = {fields[name] for name in GRADES if type(fields.get(name)) is bool}
+    for name, marks in asides.items():
+        if isinstance(marks, list) and _is_mark(name, marks):
+            messages = _with_marks(messages, name, marks)
+    # Grades of two names, of which LLaMA-Factory's must be there where the column is.
+    grades = {columns[name] for name in GRADES if type(columns.get(name)) is bool}
     if len(grades) > 1:
         raise DataError('"label" and "kto_tag" differ, so whether the answer is a good one cannot be told.')
-    if "kto_tag" in fields and not grades:
+    if "kto_tag" in columns and not grades:
         raise DataError(
-            f'"kto_tag" is {shortened(fields["kto_tag"])}, but it says whether the answer is a good one: true or '
+            f'"kto_tag" is {shortened(columns["kto_tag"])}, but it says whether the answer is a good one: true or '
             "false. Grade the row, or leave it out."
         )
-    return next(iter(grades), None)
+    messages = only_answer(messages) if grades else messages
+    box = (
+        next((box for box in _BOXES for turn in messages if box in turn.text), None) if columns.get("objects") else None
+    )
+    if box is not None:
+        raise DataError(
+            f'the words hold {box}, which ms-swift replaces by the boxes of "objects", and Headway would learn as a '
+            "word. Write the boxes into the words, in the form that the model was trained with."
+        )
+    answers = [turn for turn in messages if turn.role == "assistant"]
+    if answers and not any(turn.learnt for turn in answers):
+        raise DataError(
+            "every turn of the assistant is marked as not to be learnt, so there is nothing to learn. Delete the row, "
+            "or remove the mark of a good answer."
+        )
+    return messages, next(iter(grades), None)
+
+
+def _with_marks(messages: tuple[Message, ...], name: str, marks: list[Any]) -> tuple[Message, ...]:
+    """Turns with the marks of a column, one for each."""
+    num_before = len(messages) - len(marks)  # a column's system prompt is no turn
+    if num_before not in (0, 1) or any(turn.role != "system" for turn in messages[:num_before]):
+        raise DataError(
+            f'the row has the column "{name}", {shortened(marks)}, of {len(marks)} marks, and its chat has '
+            f"{len(messages)} turns, so what is to be learnt cannot be told. Give a mark for each turn, or mark turns "
+            "by their own key loss."
+        )
+    turns = [
+        replace(turn, learnt=is_learnt({name: mark}, turn.role, f"turn {number}") and turn.learnt)
+        for number, (turn, mark) in enumerate(zip(messages[num_before:], marks, strict=True), 1)
+    ]
+    return (*messages[:num_before], *turns)
+
+
+def only_answer(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """Turns of a chat, of which only those behind the last one of the user are learnt."""
+    question_end = behind_question(messages)
+    return unlearnt(messages[:question_end]) + tuple(messages[question_end:])
+
+
+def behind_question(messages: Sequence[Message]) -> int:
+    """Place of the first turn behind the last one of the user."""
+    return max((place for place, turn in enumerate(messages, 1) if turn.role == "user"), default=0)
 
 
 def is_learnt(turn: Mapping[str, Any], role: str, where: str) -> bool:
@@ -254,11 +276,7 @@ def is_learnt(turn: Mapping[str, Any], role: str, where: str) -> bool:
 
 
 def check_part(part: Mapping[str, Any], where: str) -> None:
-    """Refuse a part of a turn that is not to be learnt where the rest is.
-
-    Raises:
-        DataError: it is one.
-    """
+    """Refuse a part of a turn that is not to be learnt where the rest is."""
     for key in learning_keys(tuple(part)):
         value = part[key]
         if value not in (None, "", [], {}) and not _says_learnt(key, value):
@@ -266,28 +284,6 @@ def check_part(part: Mapping[str, Any], where: str) -> None:
                 f'{where}: a part has "{key}", {shortened(value)}, but a turn is learnt in full or not at all. Split '
                 "the turn, or remove the key."
             )
-
-
-def check_words(fields: Mapping[str, Any], messages: Iterable[Message]) -> None:
-    """Refuse a chat with boxes whose places in the words are not filled in, and one of which nothing is learnt.
-
-    Raises:
-        DataError: it is one.
-    """
-    turns = list(messages)
-    if fields.get("objects"):
-        box = next((box for box in _BOXES for turn in turns if box in turn.text), None)
-        if box is not None:
-            raise DataError(
-                f'the words hold {box}, which ms-swift replaces by the boxes of "objects", and Headway would learn as '
-                "a word. Write the boxes into the words, in the form that the model was trained with."
-            )
-    answers = [turn for turn in turns if turn.role == "assistant"]
-    if answers and not any(turn.learnt for turn in answers):
-        raise DataError(
-            "every turn of the assistant is marked as not to be learnt, so there is nothing to learn. Delete the row, "
-            "or remove the mark of a good answer."
-        )
 
 
 def unread_keys(fields: Mapping[str, Any], roles: Mapping[str, str]) -> set[str]:

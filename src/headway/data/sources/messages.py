@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 from headway.data.samples import MediaPart, Message, Part, TextPart
-from headway.data.sources.json_rows import shortened
 from headway.data.sources.marks import (
     HARMLESS_COLUMNS,
     HARMLESS_KEYS,
@@ -23,6 +22,7 @@ from headway.data.sources.marks import (
     round_keys,
 )
 from headway.data.sources.references import FRAMES_PER_S, KINDS, MEDIA_KEYS, RowMedia, media_key
+from headway.data.sources.text_rows import shortened
 from headway.errors import DataError
 
 SPEAKERS = {
@@ -47,7 +47,7 @@ Capitals do not matter.
 """
 
 _CALLERS = ("function_call", "tool_call")  # whose words are the JSON of a call
-_MEANINGFUL = ("function_call", "refusal", "audio")
+_MEANINGFUL = ("function_call", "refusal", "audio")  # keys that would change what is learnt if they were left out
 
 
 # What Qwen's and LMMs-Engine's processors read beside a part's media: a piece of it, or a size of its own.
@@ -135,7 +135,12 @@ class _Turns:
                 f"{where}: unknown {'speaker' if has_speakers else 'role'} {shortened(turn['role'])}. Allowed are "
                 f"{', '.join(SPEAKERS)}."
             )
-        _check_keys(turn, where)
+        for key in _MEANINGFUL:
+            if turn.get(key) not in (None, "", []):
+                raise DataError(
+                    f'{where}: "{key}" is not read, and leaving it out would change the turn. Write its words into '
+                    '"content" as the model\'s chat template does, and calls into "tool_calls".'
+                )
         learnt = not learning_keys(tuple(turn)) or is_learnt(turn, role, where)
         if speaker in _CALLERS:
             self._call(turn.get("content"), where, learnt)
@@ -166,7 +171,9 @@ class _Turns:
             return Message(role, (), calls, name, thoughts, learnt)
         if (words := words_of(content)) is not None:
             return Message(role, split_markers(words, self._markers, self._media), calls, name, thoughts, learnt)
-        if role == "tool" and _is_result(content):
+        # A tool's answer may be a value, which templates write as JSON.
+        is_value = isinstance(content, dict) or (isinstance(content, list) and not all(map(_kind_of_part, content)))
+        if role == "tool" and is_value:
             return Message(role, (TextPart(json.dumps(content, ensure_ascii=False)),), calls, name, thoughts, learnt)
         if not isinstance(content, list):
             raise DataError(f'{where}: "content" is {shortened(content)}, but it must be a string or a list of parts.')
@@ -176,11 +183,6 @@ class _Turns:
         spoken = (part for part in content if not _is_thinking(part))
         parts = tuple(part for item in spoken for part in _read_part(item, self._media, self._markers, where))
         return Message(role, parts, calls, name, thoughts, learnt)
-
-
-def _is_result(content: Any) -> bool:
-    """Tell a tool's answer that is a value, which templates write as JSON, from a list of parts."""
-    return isinstance(content, dict) or (isinstance(content, list) and not all(map(_kind_of_part, content)))
 
 
 def _with_role(turn: Any, where: str) -> Any:
@@ -222,11 +224,7 @@ def _turns_of_round(turn: Any) -> list[Any]:
 
 
 def turns_of(value: Any, name: str) -> list[Any]:
-    """The list of turns in a column, which may hold JSON, or a list for every key as `datasets` stores sequences.
-
-    Raises:
-        DataError: it is something else, or empty.
-    """
+    """The list of turns in a column, which may hold JSON, or a list for every key as `datasets` stores sequences."""
     turns = json_value(value, name)
     if isinstance(turns, list):  # each may be JSON by itself, as older `datasets` store what differs from row to row
         turns = [json_value(turn, name) if _is_object(turn) else turn for turn in turns]
@@ -251,11 +249,7 @@ def _is_object(value: Any) -> bool:
 
 
 def json_value(value: Any, what: str) -> Any:
-    """A column's value, read as JSON where it is a string: columns of a table hold nested values so.
-
-    Raises:
-        DataError: the string is not JSON.
-    """
+    """A column's value, read as JSON where it is a string: columns of a table hold nested values so."""
     if not isinstance(value, str):
         return value
     try:
@@ -279,14 +273,7 @@ def with_leading_media(turns: tuple[Message, ...], media: RowMedia) -> tuple[Mes
 
 
 def read_template_inputs(fields: Mapping[str, Any]) -> tuple[tuple[dict[str, Any], ...], dict[str, Any]]:
-    """Functions that the assistant may call, and variables of the chat template, which a row sets as TRL reads them.
-
-    Args:
-        fields: the row's columns: `tools` are JSON schemas, `chat_template_kwargs` an object, or JSON of either.
-
-    Raises:
-        DataError: they hold something else.
-    """
+    """Functions that the assistant may call, and variables of the chat template, which a row sets as TRL reads them."""
     tools = json_value(fields["tools"], "tools") if fields.get("tools") not in (None, "") else []
     if isinstance(tools, list):
         tools = [json_value(tool, "tools") if _is_object(tool) else tool for tool in tools]
@@ -320,16 +307,6 @@ def _reasoning(turn: Mapping[str, Any], role: str, where: str) -> str:
 
 def _is_thinking(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") in ("thinking", "reasoning")
-
-
-def _check_keys(turn: Mapping[str, Any], where: str) -> None:
-    """Refuse what would change what is learnt if it were left out."""
-    for key in _MEANINGFUL:
-        if turn.get(key) not in (None, "", []):
-            raise DataError(
-                f'{where}: "{key}" is not read, and leaving it out would change the turn. Write its words into '
-                '"content" as the model\'s chat template does, and calls into "tool_calls".'
-            )
 
 
 def _tool_calls(value: Any, where: str, names: dict[str, str] | None = None) -> tuple[dict[str, Any], ...]:

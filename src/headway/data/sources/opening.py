@@ -11,16 +11,15 @@ from typing import Any
 from headway.cache import cache_root
 from headway.data.media.sizes import MediaSizes
 from headway.data.samples import Document, Sample
-from headway.data.sources.csv_rows import DelimitedReader
 from headway.data.sources.documents import SampleBy, Text, TokenFile
 from headway.data.sources.files import COMPRESSIONS, File, find_files, without_query, write_cached
-from headway.data.sources.json_rows import JsonArray, JsonLines
 from headway.data.sources.reader import Reader
 from headway.data.sources.references import MediaRules, kind_of
 from headway.data.sources.schemas import Normaliser
 from headway.data.sources.source import Shard, Source
 from headway.data.sources.tables import Arrow, Parquet
 from headway.data.sources.tar import Tar
+from headway.data.sources.text_rows import DelimitedReader, JsonArray, JsonLines
 from headway.errors import ConfigError, DataError, foreign
 
 FORMATS: dict[str, type[Reader]] = {
@@ -222,10 +221,11 @@ def _with_formats(files: list[File], folder: str | None, format: str) -> list[tu
                 "and answer, a row for each; or sort them into a folder for each class."
             )
         if formats == {"text"} and (media := next((file for file in files if kind_of(file.url)), None)):
+            texts = data_files[0].name.rpartition("/")[0] + "/" * ("/" in data_files[0].name) + "*.txt"
             raise DataError(
                 f"The folder {folder} holds texts, such as {data_files[0].name}, beside pictures, videos or sounds, "
                 f"such as {media.name}, and nothing says how they belong together. Put a file metadata.csv there with "
-                f"the columns file_name and text; or give {folder}/{_beside(data_files[0])} for the texts alone, or "
+                f"the columns file_name and text; or give {folder}/{texts} for the texts alone, or "
                 "move them elsewhere where each folder of pictures is a class."
             )
         files = data_files or files
@@ -279,11 +279,6 @@ def _format_of(file: File) -> str:
             f"{', '.join(FORMATS)}."
         )
     return file_format
-
-
-def _beside(file: File) -> str:
-    """A glob of the files of a kind that lie beside one, from the dataset's folder."""
-    return file.name.rpartition("/")[0] + "/" * ("/" in file.name) + f"*{file.extension}"
 
 
 def _holds_lines(file: File) -> bool:

@@ -13,9 +13,10 @@ from itertools import takewhile
 from typing import Any
 
 from headway.data.samples import Chat, MediaPart, Message, Preference, TextPart, unlearnt
-from headway.data.sources.json_rows import json_or_words, shortened
+from headway.data.sources.marks import behind_question, only_answer
 from headway.data.sources.messages import as_rows, rounds_as_turns, speaks_as, turns_of, words_of
 from headway.data.sources.references import KINDS
+from headway.data.sources.text_rows import json_or_words, shortened
 from headway.errors import DataError
 from headway.words import Argument
 
@@ -400,7 +401,7 @@ def preference_of(chats: Sequence[Chat], *, is_explicit: bool) -> Preference:
             )
     # Where what the answers were shown differs in its media alone, each is a whole chat.
     if any(chat.messages[begin].role != "assistant" for chat in chats):
-        questions = (chat.messages[: _behind_question(chat.messages)] for chat in chats)
+        questions = (chat.messages[: behind_question(chat.messages)] for chat in chats)
         if len({tuple(map(_words, turns)) for turns in questions}) > 1:
             words = " and ".join(shortened(chat.messages[begin].text) for chat in chats[:2])
             raise DataError(
@@ -415,16 +416,6 @@ def preference_of(chats: Sequence[Chat], *, is_explicit: bool) -> Preference:
             raise DataError("an answer is empty, or ends with a turn that is not the assistant's. Leave the row out.")
     first = chats[0]
     return Preference(unlearnt(best[:begin]), answers, first.origin, first.tools, first.template_kwargs, first.sizes)
-
-
-def only_answer(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """Turns of a chat, of which only those behind the last one of the user are learnt."""
-    question_end = _behind_question(messages)
-    return unlearnt(messages[:question_end]) + tuple(messages[question_end:])
-
-
-def _behind_question(messages: Sequence[Message]) -> int:
-    return max((place for place, turn in enumerate(messages, 1) if turn.role == "user"), default=0)
 
 
 def _words(turn: Message) -> tuple[str, str]:

@@ -5,7 +5,7 @@ import binascii
 import os
 import posixpath
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -14,7 +14,7 @@ from urllib.parse import unquote, unquote_to_bytes
 
 from headway.count.modalities import in_chats
 from headway.data.samples import PARTS, Media, Part
-from headway.data.sources.json_rows import json_or_words, shortened
+from headway.data.sources.text_rows import json_or_words, shortened
 from headway.errors import DataError
 from headway.words import Argument
 
@@ -104,11 +104,7 @@ class RowMedia:
         return tuple(self.next(kind) for kind in KINDS if kind not in but for _ in range(len(self.waiting[kind])))
 
     def next(self, kind: str) -> Part:
-        """The next of the row's media, for a marker.
-
-        Raises:
-            DataError: there is none left.
-        """
+        """The next of the row's media, for a marker, which must be there."""
         if not self.waiting[kind]:
             raise DataError(
                 f"the row has {self._num_placed[kind]} of kind {kind}, but its messages hold more <{kind}> markers. "
@@ -132,17 +128,12 @@ class RowMedia:
         media = self._media(kind, value, frames_per_s)
         own_media = media.frames or (media,)
         waiting = self.waiting["image" if media.frames else kind]
-        waiting[:] = [
-            other for other in waiting if all(other is not medium for medium in own_media)
-        ]  # a member of the sample
+        # A member of the sample waits no longer.
+        waiting[:] = [other for other in waiting if all(other is not medium for medium in own_media)]
         return PARTS[kind](media)
 
     def finish(self) -> None:
-        """Make sure that no media is left over.
-
-        Raises:
-            DataError: the messages hold fewer markers than the row has media.
-        """
+        """Make sure that no media is left over: the messages must hold as many markers as the row has media."""
         for kind, waiting in self.waiting.items():
             if waiting:
                 total, placed = self._num_placed[kind] + len(waiting), self._num_placed[kind]
@@ -155,7 +146,8 @@ class RowMedia:
     def _column(self, kind: str, fields: Mapping[str, Any]) -> list[Media]:
         for name in _COLUMNS[kind]:
             value = _listed(fields.get(name))
-            is_one = not isinstance(value, list) or (kind == "video" and _are_frames(value))
+            # A list of pictures is one video's frames, and not a list of videos.
+            is_one = not isinstance(value, list) or (kind == "video" and bool(value) and all(map(_is_frame, value)))
             values = [item for item in ([value] if is_one else value or []) if not is_nothing(item)]
             if kind != "video":  # inner lists of videos are frames
                 values = [item for value in values for item in _flat(value)]
@@ -192,10 +184,7 @@ class RowMedia:
     def _decode(self, kind: str, words: str, *, is_base64: bool) -> Media | None:
         """Media within the row's words, decoded once however often it is read; None where the words name them."""
         if (is_base64, words) not in self._decoded:
-            if is_base64:
-                data: bytes | None = base64_bytes(kind, words)
-            else:
-                data = inline_bytes(kind, words) if words.startswith("data:") else pasted_bytes(kind, words)
+            data = inline_bytes(kind, words, is_base64=is_base64)
             if data is None:
                 return None
             self._decoded[is_base64, words] = Media(data=data)
@@ -232,7 +221,8 @@ class RowMedia:
             raise DataError(
                 f"the video {name!r} is a folder without pictures. Give a video, or a folder of its frames."
             )
-        return self._media("video", [f"{name.rstrip('/')}/{frame}" for frame in sorted(names, key=_by_number)])
+        names.sort(key=lambda name: [int(part) if part.isdecimal() else part for part in _DIGITS.split(name)])
+        return self._media("video", [f"{name.rstrip('/')}/{frame}" for frame in names])
 
     def _member(self, kind: str, name: str) -> Media:
         """Look up a stored member by its name, with or without the sample's key before it."""
@@ -301,15 +291,6 @@ def _is_frame(name: Any) -> bool:
     return isinstance(name, str) and kind_of(name) == "image" and not name.lower().endswith(".gif")
 
 
-def _are_frames(value: Sequence[Any]) -> bool:
-    """Tell whether a column's list is one video's frames, and not a list of videos."""
-    return bool(value) and all(map(_is_frame, value))
-
-
-def _by_number(name: str) -> list[str | int]:
-    return [int(part) if part.isdecimal() else part for part in _DIGITS.split(name)]
-
-
 def below(root: str, kind: str, name: str, is_there: Callable[[str], bool] = os.path.isfile) -> str:
     """Join a path that a row names to the dataset's root.
 
@@ -373,71 +354,56 @@ def _real(root: str) -> str:
     return os.path.realpath(root)
 
 
-def inline_bytes(kind: str, uri: str) -> bytes:
-    """Decode a data URI.
+def inline_bytes(kind: str, words: str, *, is_base64: bool = False) -> bytes | None:
+    """Bytes of media within a row's words: a data URI, or base64, told by how files of media begin; None of a name.
+
+    Args:
+        kind: of the media, for messages to people.
+        words: as the row has them.
+        is_base64: whether they are known to be base64, with or without line breaks.
 
     Raises:
-        DataError: it is damaged or too large.
+        DataError: they are damaged or too large.
 
     Source: RFC 2397.
 
-    >>> inline_bytes("image", "data:text/plain;base64,SGk=")
-    b'Hi'
+    >>> inline_bytes("image", "data:text/plain;base64,SGk="), inline_bytes("image", "a.png")
+    (b'Hi', None)
     """
-    head, comma, data = uri.partition(",")
-    _check_length(kind, "a data URI", data)
+    is_uri = not is_base64 and words.startswith("data:")
+    if not (is_uri or is_base64 or _is_pasted(words)):
+        return None
+    head, comma, data = words.partition(",") if is_uri else ("", "", words)
+    if len(data) > MAX_INLINE_BYTES * 4 // 3:
+        raise DataError(
+            f"the {kind} in {'a data URI' if is_uri else 'base64'} has {len(data)} characters; at most "
+            f"{MAX_INLINE_BYTES // 2**20} MiB are read from one. Store it as a file and name its path."
+        )
     try:
+        if not is_uri:
+            return base64.b64decode("".join(words.split()), validate=True)
         if not comma:
             raise ValueError("it has no comma")
-        if head.endswith(";base64"):
-            return base64.b64decode(unquote_to_bytes(data), validate=True)
-        return unquote_to_bytes(data)
-    except ValueError as error:  # binascii.Error among them
+        content = unquote_to_bytes(data)
+        return base64.b64decode(content, validate=True) if head.endswith(";base64") else content
+    except ValueError as error:  # binascii.Error among them, and letters that are not ASCII
+        if not is_uri:
+            raise DataError(
+                f"the {kind} has {len(words):,} characters that are not base64 ({error}). Write its bytes in base64, "
+                "or store them as a file and name its path."
+            ) from error
         raise DataError(
-            f"the {kind} in the data URI {shortened(uri)} cannot be decoded: {error}. It must read "
+            f"the {kind} in the data URI {shortened(words)} cannot be decoded: {error}. It must read "
             '"data:image/png;base64,..." and be whole.'
         ) from error
 
 
-def base64_bytes(kind: str, words: str) -> bytes:
-    """Decode base64, with or without line breaks.
-
-    Raises:
-        DataError: it is something else, damaged or too large.
-
-    >>> base64_bytes("image", "SGk=")
-    b'Hi'
-    """
-    _check_length(kind, "base64", words)
-    try:
-        return base64.b64decode("".join(words.split()), validate=True)
-    except ValueError as error:  # binascii.Error among them, and letters that are not ASCII
-        raise DataError(
-            f"the {kind} has {len(words):,} characters that are not base64 ({error}). Write its bytes in base64, or "
-            "store them as a file and name its path."
-        ) from error
-
-
-def pasted_bytes(kind: str, words: str) -> bytes | None:
-    """Bytes of media in bare base64, told by how files of media begin; None for anything else, such as a path.
-
-    Raises:
-        DataError: they are damaged or too large.
-    """
+def _is_pasted(words: str) -> bool:
+    """Tell bare base64 of a file of media from a path or an address."""
     if len(words) < _MIN_PASTED or not _BASE64.fullmatch(words, 0, _HEAD_CHARACTERS):
-        return None
+        return False
     try:
         head = base64.b64decode("".join(words[:_HEAD_CHARACTERS].split())[: _HEAD_CHARACTERS // 2])
     except binascii.Error:
-        return None
-    if not (head.startswith(_SIGNATURES) or head[4:8] == b"ftyp"):
-        return None
-    return base64_bytes(kind, words)
-
-
-def _check_length(kind: str, form: str, characters: str) -> None:
-    if len(characters) > MAX_INLINE_BYTES * 4 // 3:
-        raise DataError(
-            f"the {kind} in {form} has {len(characters)} characters; at most {MAX_INLINE_BYTES // 2**20} MiB are read "
-            "from one. Store it as a file and name its path."
-        )
+        return False
+    return head.startswith(_SIGNATURES) or head[4:8] == b"ftyp"

@@ -7,9 +7,8 @@ from typing import Any
 
 from headway.data.media.sizes import MediaSizes
 from headway.data.samples import Chat, Document, Media, Message, Origin, Sample, TextPart, unlearnt
-from headway.data.sources.json_rows import listed, shortened
 from headway.data.sources.layouts import COLUMNS, DIGEST, SCHEMAS, TEXT, Layout, RowReading, reading_of
-from headway.data.sources.marks import GRADES, check_columns_of, check_words, grade_of, marked
+from headway.data.sources.marks import check_columns_of, marked
 from headway.data.sources.messages import (
     json_value,
     read_template_inputs,
@@ -18,9 +17,10 @@ from headway.data.sources.messages import (
     with_leading_media,
     words_of,
 )
-from headway.data.sources.preferences import beginning_as, only_answer, preference_of, rows_of_answers
+from headway.data.sources.preferences import beginning_as, preference_of, rows_of_answers
 from headway.data.sources.reader import ParsedRow
 from headway.data.sources.references import MediaRules, RowMedia, below, kind_of
+from headway.data.sources.text_rows import listed, shortened
 from headway.errors import ConfigError, DataError
 from headway.words import Argument
 
@@ -54,7 +54,7 @@ class Normaliser:
     sizes: MediaSizes = field(default_factory=MediaSizes, repr=False)
 
     def __post_init__(self) -> None:
-        check_columns(self.columns)
+        _check_columns(self.columns)
         if self.schema not in SCHEMAS:
             raise ConfigError(f"Unknown schema {self.schema!r}. Allowed: {', '.join(SCHEMAS)}.")
 
@@ -100,7 +100,7 @@ class Normaliser:
         Raises:
             DataError: the row lacks a column that is mapped, or fits no layout, or two.
         """
-        fields = renamed(row.fields, self.columns) if self.columns else row.fields
+        fields = _renamed(row.fields, self.columns) if self.columns else row.fields
         return fields, reading_of(
             fields,
             schema=self.schema,
@@ -125,7 +125,6 @@ class Normaliser:
         self, layout: Layout, fields: dict[str, Any], media: RowMedia, origin: Origin, asides: Mapping[str, Any]
     ) -> Chat | Document:
         """A row of a chat or of a document, its columns by their roles; those aside may mark turns."""
-        grades = {name: fields[name] for name in GRADES if name in fields}
         for name, role in layout.columns:
             if name == TEXT and layout.has_class and fields[role] is None:
                 fields[role] = ""
@@ -133,16 +132,13 @@ class Normaliser:
                 return Document("", origin)  # left out as an empty document
             if name == "label":
                 fields[role] = _class(fields[role])
-        fields = {name: value for name, value in fields.items() if value is not None}
+        columns, fields = fields, {name: value for name, value in fields.items() if value is not None}
         if layout.schema == "tokens":
             sample: Chat | Document = Document(_token_ids(fields), origin)
         elif layout.schema == "text":
             sample = Document(self._words(fields), origin)
         else:
-            messages, grade = marked(self._messages(layout.schema, fields, media), asides), grade_of(grades)
-            if grade is not None:
-                messages = only_answer(messages)
-            check_words(fields, messages)
+            messages, grade = marked(self._messages(layout.schema, fields, media), columns, asides)
             sample = Chat(messages, origin, *read_template_inputs(fields), self.sizes, grade)
         media.finish()
         return sample
@@ -190,11 +186,7 @@ class Normaliser:
 
 
 def _class(label: Any) -> str:
-    """A row's class, as the words of its answer.
-
-    Raises:
-        DataError: it is missing, or no word or number.
-    """
+    """A row's class, as the words of its answer."""
     words = label if isinstance(label, str) else words_of(label)
     answer = (words or "").strip()  # a space behind a separator is no part of a class
     if not answer:
@@ -278,15 +270,8 @@ def _token_ids(fields: dict[str, Any]) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def check_columns(columns: Mapping[str, str]) -> None:
-    """Make sure that columns are mapped to names that a schema reads.
-
-    Args:
-        columns: for each name of `COLUMNS` the name that the dataset has for it.
-
-    Raises:
-        ConfigError: a name that no schema reads.
-    """
+def _check_columns(columns: Mapping[str, str]) -> None:
+    """Make sure that columns are mapped to names that a schema reads."""
     for name in columns:
         if name not in COLUMNS:
             near = difflib.get_close_matches(name, COLUMNS, n=1)
@@ -298,19 +283,8 @@ def check_columns(columns: Mapping[str, str]) -> None:
             )
 
 
-def renamed(fields: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
-    """A row's columns under the names that schemas read.
-
-    Args:
-        fields: the row's columns by the dataset's own names.
-        columns: as `check_columns` takes them; a name with dots, such as "answers.text.0", leads into a column.
-
-    Raises:
-        DataError: the row lacks a column that is mapped.
-
-    >>> renamed({"Frage": "1 + 1?", "a": {"text": ["2"]}}, {"question": "Frage", "answer": "a.text.0"})
-    {'question': '1 + 1?', 'answer': '2'}
-    """
+def _renamed(fields: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
+    """A row's columns under the names that schemas read; one with dots, as "answers.text.0", leads into a column."""
     mapped = {column if column in fields else column.partition(".")[0] for column in columns.values()}
     others = {name: value for name, value in fields.items() if name not in mapped and name not in columns}
     return others | {name: _value(fields, name, column) for name, column in columns.items()}

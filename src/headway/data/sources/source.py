@@ -9,12 +9,12 @@ from itertools import accumulate, islice
 from headway.data.media.images import Picture
 from headway.data.media.sizes import MediaSizes
 from headway.data.samples import Chat, Origin, Sample, SampleError, best_answered
-from headway.data.sources.json_rows import listed
 from headway.data.sources.layouts import TEXT
 from headway.data.sources.marks import rendered_opening, unread_keys
 from headway.data.sources.preferences import num_left_out
 from headway.data.sources.reader import Raw, Reader
 from headway.data.sources.schemas import Normaliser
+from headway.data.sources.text_rows import listed
 from headway.errors import DataError, foreign
 
 _DIM = 65536 // 8  # of 16 bits

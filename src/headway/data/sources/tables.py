@@ -16,8 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from headway.data.sources.files import HEAD_BYTES, cached_path, from_cache, write_cached
-from headway.data.sources.json_rows import Unreadable, shortened
 from headway.data.sources.reader import EMPTY_MESSAGE, ParsedRow, Raw, Reader, lasting, until_damage
+from headway.data.sources.text_rows import Unreadable, shortened
 from headway.errors import DataError, first_line
 
 _BATCH_ROWS = 64  # decoded at once: few, as a row may hold images

@@ -6,10 +6,9 @@ import tarfile
 from collections.abc import Iterator
 from typing import BinaryIO, cast
 
-from headway.data.sources.json_rows import decoded, parse_object
-from headway.data.sources.reader import ParsedRow
+from headway.data.sources.reader import ParsedRow, Record, SpanReader, check_row
 from headway.data.sources.references import kind_of
-from headway.data.sources.spans import Record, SpanReader, check_row
+from headway.data.sources.text_rows import decoded, parse_object
 from headway.errors import DataError
 
 _KEY = re.compile(r"^((?:.*/)?[^./][^./]*)\.([^/]+)$")

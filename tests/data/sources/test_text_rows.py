@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from headway.data.sources import csv_rows, open_source
-from headway.data.sources.csv_rows import _values
+from headway.data.sources import open_source, text_rows
+from headway.data.sources.text_rows import _values
 from headway.errors import DataError
 
 CELLS = st.lists(st.text(st.sampled_from('a,;"\t \n\r1'), max_size=6), min_size=1, max_size=4)
@@ -31,7 +31,7 @@ def test_rows_are_those_that_python_wrote(rows):
     rows = [[*row, *[""] * (width - len(row))] for row in rows]
     file = io.StringIO()
     csv.writer(file).writerows([[f"c{number}" for number in range(width)], *rows])
-    reader = object.__new__(csv_rows.DelimitedReader)
+    reader = object.__new__(text_rows.DelimitedReader)
     reader._separator_of = lambda _: b","
     found = [_values(record.data.decode(), ",") for record in reader.records(io.BytesIO(file.getvalue().encode()))]
     expected = [row for row in csv.reader(io.StringIO(file.getvalue())) if row][1:]
@@ -81,7 +81,7 @@ def test_what_is_wrong_is_said(tmp_path, text, says):
 
 
 def test_a_quote_that_is_not_closed_does_not_take_the_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(csv_rows, "_MAX_ROW_BYTES", 100)
+    monkeypatch.setattr(text_rows, "_MAX_ROW_BYTES", 100)
     source = written(tmp_path, 'text\na\n"b\n' + "c\n" * 1000)
     assert len(source) == 2
     with pytest.raises(DataError, match="the value in quotes that begins on line 3 does not end"):
