@@ -1,32 +1,28 @@
 """Text logs of other tools: the lines that report a step, and those that only look like it.
 
-Each reader takes the lines of one process and counts what it leaves out, by reason.
+`formats.toml` has a row for each format; its patterns say it all where a line is a step. The readers below are of steps
+over several lines. Each reader takes the lines of one process and counts what it leaves out, by reason.
 """
 
 import csv
 import re
+import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 from headway.audit import rl_formats
-from headway.audit.progress_bars import BAR_NOTE, progress_bar
-from headway.audit.rl_formats import ReadPhases
-from headway.audit.rows import NUMBER, STEP_NUMBER, Counted, LogRow, near, printed
+from headway.audit.rl_formats import ReadPhases, ReadRows
+from headway.audit.rows import NUMBER, STEP_NUMBER, Counted, Interval, LogRow, Reading, near, printed
 
 _ANY = r"(?:np\.float\d+\()?([0-9][0-9,]*(?:\.[0-9]+)?(?:[eE][+-]?\d+)?)"
 _JSON_NUMBER = r"([0-9]{1,18}(?:\.[0-9]+)?(?:[eE][+-]?\d{1,2})?)(?![0-9.eE])"
-_STAMP = re.compile(r"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)[,.](\d{3})")
-_RATES = rf"\btps:\s*{NUMBER}(?:\s+tflops:\s*{NUMBER})?(?:\s+mfu:\s*{NUMBER}%)?"
-_TORCHTITAN = re.compile(rf"(?<!validate )\bstep:\s*{STEP_NUMBER}\s+loss:\s*\S+\s.*?\bmemory:\s.*?{_RATES}")
-_TITAN_MEMORY = re.compile(r"\bmemory:\s*[0-9.]+GiB\(([0-9]+(?:\.[0-9]+)?)%\)")
-_MAXTEXT, _MAXTEXT_OLD = (
-    re.compile(rf"completed step: {STEP_NUMBER}, seconds: {NUMBER}, {rate}: {NUMBER}(?:, Tokens/s/device: {NUMBER})?")
-    for rate in ("TFLOP/s/device", "TFLOP/s")
-)
+_STAMP = r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d[,.]\d{3})"
 _MEGATRON = re.compile(rf"iteration\s+{STEP_NUMBER}\s*/.*?elapsed time per iteration \(ms\): {NUMBER}")
 _MEGATRON_RATE = re.compile(
     rf"(?:throughput|compute) per GPU \(TFLOP/s/GPU\): {NUMBER}|GPU utilization: {NUMBER}\s*MODEL_TFLOP/s/GPU"
@@ -34,20 +30,6 @@ _MEGATRON_RATE = re.compile(
 _MEGATRON_BATCH = re.compile(r"global batch size:\s*(\d{1,18})")
 _PRIMUS_TOKENS = re.compile(rf"\(tokens/s/GPU\): {NUMBER}|tokens/s/GPU inst/harmonic mean: {NUMBER}")
 _PRIMUS_MFU = re.compile(rf"\| mfu: {NUMBER}%")
-_NANOGPT = re.compile(rf"\biter {STEP_NUMBER}: loss \S+, time {NUMBER}ms, mfu (-?[0-9.]+)%")
-_NANOCHAT = re.compile(
-    rf"\bstep {STEP_NUMBER}(?:/\d+)?\b.*?\bdt: {NUMBER}ms \| tok/sec: {NUMBER} \| (?:bf16_)?mfu: {NUMBER}"
-)
-_VERL_MFU = re.compile(rf"(?:train/mfu|perf/mfu/actor)['\"]?\s*[:=]\s*{_ANY}")
-_LMMS_MFU = re.compile(rf"(?:\btrain/|['\"])mfu['\"]?\s*[:=]\s*['\"]?{_ANY}")
-_STEP = re.compile(r"\bstep['\"]?\s*[:=]\s*(\d{1,18})")
-_VERL = re.compile(r"perf/mfu/actor\b|train/global_tokens\b")
-_LMMS_TOKENS = re.compile(rf"perf/global_seq_len_avg['\"]?\s*[:=]\s*{_ANY}")
-_LMMS_RATE = re.compile(rf"train/tokens_per_gpu['\"]?\s*[:=]\s*{_ANY}")
-_OLMO_HEAD = re.compile(r"\[step=(\d{1,18})/[^\]]*,epoch=[^\]]*\]")
-_OLMO_VALUE = re.compile(rf"^\s+throughput/device/(TPS|flopsPS|MFU)={NUMBER}([BTPE]?)\s*$")
-_COMPOSER_HEAD = re.compile(r"^\[[a-z]+=(\d{1,18})(?:/\d+)?\](?:\[batch=(\d{1,18})(?:/\d+)?\])?:?\s*$")
-_COMPOSER_VALUE = re.compile(rf"^\s+Train throughput/device/(tokens_per_sec|flops_per_sec|mfu):\s*{NUMBER}\s*$")
 _RL_HEAD = re.compile(r"=+ Step (\d{1,18})/\d+ =+")
 _RL_RATE = re.compile(rf"Training FLOPS: [0-9.,]+ TFLOPS \({NUMBER} TFLOPS per rank\)")
 _RL_VALUES = {
@@ -68,38 +50,59 @@ _LIGHTNING = {  # columns, with the stage and the separator that its user chose 
     "tokens": re.compile(r"(?:train\W)?device\Witems_per_sec"),
 }
 _SUFFIX = {"": 1.0, "B": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
+# tqdm: description, bar, updates/all, elapsed and left, time of an update, and what the script sets behind it
+_DIFFUSERS = re.compile(rf"\| {STEP_NUMBER}/\d+ \[[^\]]*?,\s*{NUMBER}(s/it|it/s), (?:step_)?loss=[^,\]]+, lr=")
+_SCALES = {"": 1.0, "%": 0.01, "T": 1e12, "ms": 1e-3}
+_FIELD = re.compile(r"<(\w+)(?::([^>]+))?>")
 
 
-def _torchtitan(lines: Iterable[str], skipped: Counter[str]) -> Iterator[LogRow]:
-    for line in lines:
-        if (match := _TORCHTITAN.search(line)) is None:
-            if "validate step:" in line:
-                skipped["validation, which trains nothing"] += 1
-            elif "tps:" in line and "step:" in line:
-                skipped["text with tps in it that is no step's line"] += 1
-            continue
-        step, tokens, tflops, mfu = match.groups()
-        stamp, memory = _STAMP.search(line), _TITAN_MEMORY.search(line)
-        yield LogRow(
-            int(step),
-            mfu=printed(mfu, 0.01) if mfu else None,
-            flops_per_s=printed(tflops, 1e12) if tflops else None,
-            tokens_per_s=printed(tokens),
-            stamp_s=_seconds(stamp) if stamp else None,
-            memory_share=float(memory[1]) / 100 if memory else None,
-        )
+class _LineReader:
+    """Reads a format of which each step is a line, as its row of `formats.toml` says."""
 
+    def __init__(self, row: Mapping[str, Any]) -> None:
+        texts = [row["pattern"], *row.get("also", ())]
+        number = _ANY if row.get("numbers") == "any" else NUMBER
 
-def _maxtext(pattern: re.Pattern[str], lines: Iterable[str], _: Counter[str]) -> Iterator[LogRow]:
-    for line in lines:
-        if (match := pattern.search(line)) is not None:
-            step, seconds, tflops, tokens = match.groups()
+        def named(match: re.Match[str]) -> str:
+            text = {"step": STEP_NUMBER, "stamp": _STAMP}.get(match[1], number)
+            start = text.index("([0-9]") if text is number else 0
+            return f"{text[:start]}(?P<{match[1]}>{text[start + 1 :]}"
+
+        self._row = row
+        self._scales = {name: _SCALES[unit] for text in texts for name, unit in _FIELD.findall(text)}
+        self._pattern, *self._also = (re.compile(_FIELD.sub(named, text)) for text in texts)
+        self._looks = [(re.compile(text), reason) for text, reason in row.get("looks", ())]
+
+    def __call__(self, lines: Iterable[str], skipped: Counter[str]) -> Iterator[LogRow]:
+        """Read a row of every line that the pattern matches; count those that only look like it."""
+        for number, line in enumerate(lines):
+            if (match := self._pattern.search(line)) is None:
+                if reason := next((reason for look, reason in self._looks if look.search(line)), None):
+                    skipped[reason] += 1
+                continue
+            texts = match.groupdict()
+            if "zero" in self._row and not all(_float(text) for name, text in texts.items() if name != "step"):
+                skipped[self._row["zero"]] += 1
+                continue
+            for pattern in self._also:
+                texts |= match.groupdict() if (match := pattern.search(line)) else {}
+            step, stamp, share = (texts.pop(name, None) for name in ("step", "stamp", "memory_share"))
             yield LogRow(
-                int(step),
-                flops_per_s=printed(tflops, 1e12),
-                tokens_per_s=printed(tokens) if tokens else None,
-                step_s=printed(seconds),
+                int(step) if step else number,
+                stamp_s=datetime.fromisoformat(stamp.replace(",", ".")).timestamp() if stamp else None,
+                memory_share=float(share) / 100 if share else None,
+                **{name: self._reading(name, text) for name, text in texts.items() if text is not None},
             )
+
+    def _reading(self, name: str, text: str) -> Reading:
+        if "exact" in self._row:
+            return near(_float(text), self._row["exact"])
+        step = self._row.get("steps", {}).get(name)
+        return printed(text, self._scales[name], truncated=name in self._row.get("truncated", ()), step=step)
+
+
+def _float(text: str) -> float:
+    return float(text.replace(",", ""))
 
 
 def _megatron(lines: Iterable[str], skipped: Counter[str]) -> Iterator[LogRow]:
@@ -134,56 +137,6 @@ def _megatron_bridge(lines: Sequence[str], skipped: Counter[str]) -> Iterator[Lo
 def _primus(added: str, lines: Iterable[str], skipped: Counter[str]) -> Iterator[LogRow]:
     """Read Primus' lines: Megatron's, and what its backend adds to them, tokens/s or, torchtitan's alone, an MFU."""
     return (row for row in _megatron(lines, skipped) if getattr(row, added))
-
-
-def _nanogpt(lines: Iterable[str], skipped: Counter[str]) -> Iterator[LogRow]:
-    for line in lines:
-        if (match := _NANOGPT.search(line)) is None:
-            continue
-        if match[3].startswith("-"):
-            skipped["an MFU of -100 %, which stands for none yet"] += 1
-            continue
-        yield LogRow(int(match[1]), mfu=printed(match[3], 0.01), step_s=printed(match[2], 1e-3))
-
-
-def _nanochat(lines: Iterable[str], _: Counter[str]) -> Iterator[LogRow]:
-    for line in lines:
-        if (match := _NANOCHAT.search(line)) is not None:
-            yield LogRow(
-                int(match[1]),
-                mfu=printed(match[4], 0.01),
-                tokens_per_s=printed(match[3], truncated=True),
-                step_s=printed(match[2], 1e-3),
-            )
-
-
-def _verl(lines: Iterable[str], skipped: Counter[str]) -> Iterator[LogRow]:
-    """Read verl's console lines: the MFU of the actor's update, or of a step of supervised training."""
-    for number, line in enumerate(lines):
-        if _VERL.search(line) is None:
-            continue
-        match, step = _VERL_MFU.search(line), _STEP.search(line)
-        if match is None or not float(match[1].replace(",", "")):
-            skipped["an MFU of 0, which verl prints for what it does not know"] += 1
-            continue
-        yield LogRow(int(step[1]) if step else number, mfu=near(float(match[1].replace(",", "")), 1e-6))
-
-
-def _lmms_engine(lines: Iterable[str], skipped: Counter[str]) -> Iterator[LogRow]:
-    """Read LMMs-Engine's dictionaries: with the step behind them, or its Hugging Face trainer's with the MFU alone."""
-    for number, line in enumerate(lines):
-        if (match := _LMMS_MFU.search(line)) is None:
-            continue
-        if not float(match[1].replace(",", "")):
-            skipped["an MFU of 0.0, which LMMs-Engine prints for what it does not know, and for less than 0.5 %"] += 1
-            continue
-        step, tokens, rate = (pattern.search(line) for pattern in (_STEP, _LMMS_TOKENS, _LMMS_RATE))
-        yield LogRow(
-            int(step[1]) if step else number,
-            mfu=printed(match[1], step=0.01),  # rounded to two decimals before it is printed with more
-            tokens_per_s=printed(rate[1]) if rate else None,
-            tokens=printed(tokens[1]) if tokens else None,
-        )
 
 
 def _nemo_rl(lines: Iterable[str], skipped: Counter[str]) -> Iterator[LogRow]:
@@ -284,37 +237,45 @@ def _is_number(text: str) -> bool:
     return re.fullmatch(_JSON_NUMBER, text) is not None
 
 
-def _olmo_core(lines: Iterable[str], skipped: Counter[str]) -> Iterator[LogRow]:
-    """Read OLMo-core's blocks: a marker of the step, and an indented line for each metric."""
-    names, without = ("flopsPS", "MFU", "TPS"), "a step without a rate, such as the first one"
-    return _block_rows(_blocks(lines, _OLMO_HEAD, _OLMO_VALUE), names, 0.01, without, skipped)
-
-
-def _llm_foundry(lines: Iterable[str], skipped: Counter[str]) -> Iterator[LogRow]:
-    """Read the blocks of Composer's console logger, which llm-foundry trains with."""
-    names, without = ("flops_per_sec", "mfu", "tokens_per_sec"), "a batch without a rate, such as the first ones"
-    return _block_rows(_blocks(lines, _COMPOSER_HEAD, _COMPOSER_VALUE), names, 1.0, without, skipped)
-
-
-def _block_rows(
-    blocks: Iterable[tuple[int, dict[str, tuple[str, str]]]],
-    names: tuple[str, str, str],
-    mfu_unit: float,
-    without: str,
-    skipped: Counter[str],
-) -> Iterator[LogRow]:
-    """Make a row of each block; `names` are of FLOP/s, MFU and tokens/s, `without` says why a block has no row."""
-    for step, values in blocks:
-        flops, mfu, tokens = (values.get(name) for name in names)
-        if flops is None and mfu is None:
-            skipped[without] += 1
+def _progress_bar(lines: Iterable[str], skipped: Counter[str]) -> Iterator[LogRow]:
+    """Read the progress bar of diffusers' training scripts: the last line of each update, and its time."""
+    last: LogRow | None = None
+    for line in lines:
+        if (match := _DIFFUSERS.search(line)) is None:
             continue
-        yield LogRow(
-            step,
-            mfu=printed(mfu[0], mfu_unit) if mfu else None,
-            flops_per_s=printed(flops[0], _SUFFIX[flops[1]]) if flops else None,
-            tokens_per_s=printed(tokens[0], _SUFFIX[tokens[1]], truncated="." not in tokens[0]) if tokens else None,
-        )
+        step, number, unit = int(match[1]), match[2], match[3]
+        if last is not None and last.step != step:
+            yield last
+        if not float(number):
+            skipped["an update whose time is not known yet"] += 1
+            continue
+        rate = printed(number)
+        if unit == "it/s":
+            low, high = rate.range.low, rate.range.high
+            rate = Reading(1 / rate.value, Interval(1 / high, 1 / low if low else 2 / rate.value))
+        last = LogRow(step, step_s=rate)
+    if last is not None:
+        yield last
+
+
+def _block_rows(row: Mapping[str, Any]) -> ReadRows:
+    """Make the reader of a format of blocks: a marker of the step, and an indented line for each metric."""
+    head, value = re.compile(row["head"]), re.compile(row["value"].replace("<number>", NUMBER))
+
+    def read(lines: Iterable[str], skipped: Counter[str]) -> Iterator[LogRow]:
+        for step, values in _blocks(lines, head, value):
+            flops, mfu, tokens = (values.get(name) for name in row["names"])
+            if flops is None and mfu is None:
+                skipped[row["without"]] += 1
+                continue
+            yield LogRow(
+                step,
+                mfu=printed(mfu[0], row["mfu_unit"]) if mfu else None,
+                flops_per_s=printed(flops[0], _SUFFIX[flops[1]]) if flops else None,
+                tokens_per_s=printed(tokens[0], _SUFFIX[tokens[1]], truncated="." not in tokens[0]) if tokens else None,
+            )
+
+    return read
 
 
 def _blocks(
@@ -347,10 +308,6 @@ def _split(lines: Iterable[str], head: re.Pattern[str]) -> Iterator[tuple[re.Mat
         yield marker, block
 
 
-def _seconds(stamp: re.Match[str]) -> float:
-    return datetime.fromisoformat(f"{stamp[1]} {stamp[2]}").timestamp() + int(stamp[3]) / 1000
-
-
 @dataclass(frozen=True, slots=True)
 class Format:
     """A tool's lines."""
@@ -358,7 +315,7 @@ class Format:
     tool: str  # name of the tool that writes the lines
     lines: str  # description of the lines
     conventions: tuple[str, ...]  # the rules that it has used, newest first
-    read_rows: Callable[[Sequence[str], Counter[str]], Iterator[LogRow]]  # finds the rows in the lines of one process
+    read_rows: ReadRows  # finds the rows in the lines of one process
     whole_job: bool = False  # whether rates are those of all devices together
     smoothed: bool = False  # whether its MFU is a running mean
     counted: Counted = "billed"  # token positions that its tokens/s, or its sequences, are of
@@ -366,119 +323,30 @@ class Format:
     read_phases: ReadPhases | None = None  # finds the steps by phase, of a trainer that generates
 
 
-_LM_RULES = ("megatron-lm", "megatron-lm-2026-05")
-_BRIDGE_RULES = ("megatron-bridge", "megatron-bridge-2026-05", "megatron-bridge-2025")
-_MEGATRON_RULES = (*_LM_RULES, *_BRIDGE_RULES)
-_RL_NOTE = "its rates divide by the time of the policy's training alone, without generation and log-probabilities"
-_PRIME_NOTE = (
-    "prime-rl divides by the time of forward and backward alone, and by that of whole steps in supervised training"
-)
-_SWIFT_NOTE = (
-    "ms-swift divides by a peak that it measures by products of 8,192 at the start (`Perf: ... TFLOPS`), unless "
-    "DEVICE_TFLOPS states one, and by the time of steps alone; if the run was resumed, its MFU is too high: the FLOPs "
-    "are of all starts"
-)
-_OF_PRIMUS = "elapsed time per iteration (ms): ... | tokens per GPU (tokens/s/GPU): ..."
-_MAXTEXT_RULES = ("maxtext", "maxtext-2026-03", "maxtext-2025-06")
-_TORCHTITAN_RULES = ("torchtitan", "torchtitan-2026-06", "torchtitan-2025-12-vlm", "torchtitan-flux")
-TRL = Format(
-    "TRL",
-    "'perf/mfu_wall_clock': ..., 'perf/forwarded_tok_s_wall_clock': ...",
-    ("trl", "trl-2026-07"),
-    rl_formats.trl,
-    whole_job=True,
-    note=rl_formats.TRL_NOTE,
-)
-FORMATS = (
-    Format("torchtitan", "step: 7 loss: ... memory: ... tps: ... mfu: ...", _TORCHTITAN_RULES, _torchtitan),
-    Format(
-        "MaxText", "completed step: 5, seconds: ..., TFLOP/s/device: ...", _MAXTEXT_RULES, partial(_maxtext, _MAXTEXT)
-    ),
-    # lines of before July 2025
-    Format(
-        "MaxText",
-        "completed step: 5, seconds: ..., TFLOP/s: ...",
-        ("maxtext-2025-06",),
-        partial(_maxtext, _MAXTEXT_OLD),
-    ),
-    Format("Primus", _OF_PRIMUS, _TORCHTITAN_RULES, partial(_primus, "mfu")),
-    Format(
-        "Primus", _OF_PRIMUS, (*_MEGATRON_RULES, *_TORCHTITAN_RULES), partial(_primus, "tokens_per_s"), counted="rows"
-    ),
-    Format(
-        "Megatron-Bridge",
-        "GPU utilization: ...MODEL_TFLOP/s/GPU",
-        (*_BRIDGE_RULES, *_LM_RULES),
-        _megatron_bridge,
-        counted="rows",
-    ),
-    Format(
-        "Megatron",
-        "elapsed time per iteration (ms): ... | throughput per GPU (TFLOP/s/GPU): ...",
-        _MEGATRON_RULES,
-        _megatron,
-        counted="rows",
-    ),
-    Format("nanoGPT", "iter 100: loss ..., time ...ms, mfu ...%", ("palm",), _nanogpt, smoothed=True),
-    Format("nanochat", "dt: ...ms | tok/sec: ... | mfu: ...", ("nanochat",), _nanochat, whole_job=True),
-    Format("OLMo-core", "throughput/device/MFU=...", ("olmo-core",), _olmo_core),
-    Format("llm-foundry", "Train throughput/device/mfu: ...", ("llm-foundry",), _llm_foundry),
-    Format(
-        "NeMo RL",
-        "Training FLOPS: ... TFLOPS (... TFLOPS per rank)",
-        ("nemo-rl",),
-        _nemo_rl,
-        note=_RL_NOTE,
-        read_phases=rl_formats.nemo_rl_steps,
-    ),
-    Format(
-        "slime",
-        "perf 3: {..., 'perf/actor_train_tflops': ...}",
-        ("slime", "miles"),
-        partial(rl_formats.slime, has_mfu=False),
-        read_phases=partial(rl_formats.slime_steps, trainer="slime"),
-    ),
-    Format(
-        "miles",
-        "perf 3: {..., 'perf/actor_train_mfu': ...}",
-        ("miles", "slime"),
-        partial(rl_formats.slime, has_mfu=True),
-        read_phases=partial(rl_formats.slime_steps, trainer="miles"),
-    ),
-    Format(
-        "prime-rl",
-        "Step 7 | ... | Throughput ... tokens/s | MFU ...% | Peak Mem. ...",
-        ("prime-rl",),
-        rl_formats.prime_rl,
-        whole_job=True,
-        counted="rows",
-        note=_PRIME_NOTE,
-    ),
-    Format(
-        "OpenRLHF",
-        "Global step 7: {..., 'timing/ppo_train': ...}",
-        (),
-        rl_formats.no_rates,
-        read_phases=rl_formats.openrlhf_steps,
-    ),
-    Format("NeMo Automodel", '"tps_per_gpu": ..., "mfu": ...', ("nemo-automodel",), _automodel, counted="real"),
-    Format("NeMo Automodel", "Max iter time: ... seconds, MFU: ...%", ("nemo-automodel",), _automodel_benchmark),
-    Format(
-        "ms-swift", '"MFU": ..., "global_step/max_steps": ...', ("6nd",), _ms_swift, smoothed=True, note=_SWIFT_NOTE
-    ),
-    Format("Lightning", "metrics.csv with train/device/mfu", ("flop-counter",), _lightning, smoothed=True),
-    Format("verl", "perf/mfu/actor:...", ("verl", "verl-2025-12"), _verl, read_phases=rl_formats.verl_steps),
-    Format("LMMs-Engine", "'train/mfu': ...", ("lmms-engine",), _lmms_engine),
-    TRL,
-    Format(
-        "diffusers",
-        "Steps: ... [..., 1.25s/it, loss=..., lr=...]",
-        (),
-        progress_bar,
-        smoothed=True,
-        note=BAR_NOTE,
-    ),
-)
+_READERS: dict[str, ReadRows] = {
+    "megatron": _megatron,
+    "megatron_bridge": _megatron_bridge,
+    "primus_of_torchtitan": partial(_primus, "mfu"),
+    "primus_of_megatron": partial(_primus, "tokens_per_s"),
+    "nemo_rl": _nemo_rl,
+    "automodel": _automodel,
+    "automodel_benchmark": _automodel_benchmark,
+    "ms_swift": _ms_swift,
+    "lightning": _lightning,
+    "progress_bar": _progress_bar,
+    **rl_formats.READERS,
+}
+
+
+def _format_of(row: Mapping[str, Any]) -> Format:
+    read_rows = _LineReader(row) if "pattern" in row else _block_rows(row) if "head" in row else _READERS[row["reader"]]
+    facts = {name: row[name] for name in ("whole_job", "smoothed", "counted", "note") if name in row}
+    phases = rl_formats.PHASES.get(row.get("phases", ""))
+    return Format(row["tool"], row["lines"], tuple(row["conventions"]), read_rows, read_phases=phases, **facts)
+
+
+FORMATS = tuple(map(_format_of, tomllib.loads(Path(__file__).with_name("formats.toml").read_text("utf-8"))["format"]))
+TRL = next(form for form in FORMATS if form.tool == "TRL")
 
 _OWN = re.compile(r'\{"schema_version": \d+, "kind": "')
 

@@ -2,7 +2,8 @@
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 from headway.audit.rows import LengthSpread, LogRow, PhasedStep, near, printed
 from headway.integrations.rl import TRAINERS
@@ -15,13 +16,7 @@ _ENTRY = re.compile(
 _VERL_STEP = re.compile(r"\bstep:(\d{1,18}) - ")
 _SLIME_LINE = re.compile(r"\b(?:perf|rollout) (\d{1,18}): \{")
 _OPENRLHF_LINE = re.compile(r"Global step (\d{1,18}): \{")
-_PRIME_RL_STEP = re.compile(r"\bStep (\d{1,18}) \|")
-_PRIME_RL = re.compile(rf"\bThroughput:? ({_DECIMAL}) tokens/s \| MFU:? ({_DECIMAL})% \| Peak Mem\.?")
 _TRL_STEP = re.compile(r"\bstep: (\d{1,18})\b")
-TRL_NOTE = (
-    "tokens/s and MFU are those of the whole step where TRL prints them (`_wall_clock`), else those of forward and "
-    "backward; lines without a step are numbered"
-)
 _NEMO_HEAD = re.compile(r"=+ Step (\d{1,18})/\d+ =+")
 _NEMO_TIME = re.compile(rf"• ([a-z][a-z_/]{{0,60}}): ({_DECIMAL})s \(")
 _NEMO_VALUES = {
@@ -71,18 +66,6 @@ def trl(lines: Iterable[str], _: Counter[str]) -> Iterator[LogRow]:
                     step_s=printed(seconds) if seconds else None,
                 )
                 break
-
-
-def prime_rl(lines: Iterable[str], skipped: Counter[str]) -> Iterator[LogRow]:
-    """Read prime-rl's lines, of its trainer of reinforcement learning and of supervised training."""
-    for line in lines:
-        match, step = _PRIME_RL.search(line), _PRIME_RL_STEP.search(line)
-        if match is None or step is None:
-            continue
-        if not float(match[1]) or not float(match[2]):
-            skipped["a step without a rate yet, such as the first one"] += 1
-            continue
-        yield LogRow(int(step[1]), mfu=printed(match[2], 0.01), tokens_per_s=printed(match[1]))
 
 
 def no_rates(_: Iterable[str], __: Counter[str]) -> Iterator[LogRow]:
@@ -174,6 +157,7 @@ def nemo_rl_steps(lines: Iterable[str]) -> Iterator[PhasedStep]:
         )
 
 
+ReadRows = Callable[[Sequence[str], Counter[str]], Iterator[LogRow]]
 ReadPhases = Callable[[Iterable[str]], Iterator[PhasedStep]]
 
 
@@ -207,3 +191,19 @@ def _devices(number: float | None) -> int | None:
     """A number of devices that rates imply; None where it is no whole number within their rounding."""
     nearest = 0 if number is None else round(min(number, _MOST_DEVICES))
     return nearest if number is not None and nearest and abs(number / nearest - 1) < 0.02 else None
+
+
+READERS: dict[str, ReadRows] = {
+    "slime": partial(slime, has_mfu=False),
+    "miles": partial(slime, has_mfu=True),
+    "trl": trl,
+    "no_rates": no_rates,
+}
+PHASES: dict[str, ReadPhases] = {
+    "verl_steps": verl_steps,
+    "slime_steps": partial(slime_steps, trainer="slime"),
+    "miles_steps": partial(slime_steps, trainer="miles"),
+    "openrlhf_steps": openrlhf_steps,
+    "nemo_rl_steps": nemo_rl_steps,
+}
+"""Readers of rows and of steps by phase, by their names in `formats.toml`."""
