@@ -87,11 +87,12 @@ class _LineReader:
             for pattern in self._also:
                 texts |= match.groupdict() if (match := pattern.search(line)) else {}
             step, stamp, share = (texts.pop(name, None) for name in ("step", "stamp", "memory_share"))
+            readings: dict[str, Any] = {name: self._reading(name, text) for name, text in texts.items() if text}
             yield LogRow(
                 int(step) if step else number,
                 stamp_s=datetime.fromisoformat(stamp.replace(",", ".")).timestamp() if stamp else None,
                 memory_share=float(share) / 100 if share else None,
-                **{name: self._reading(name, text) for name, text in texts.items() if text is not None},
+                **readings,
             )
 
     def _reading(self, name: str, text: str) -> Reading:

@@ -161,27 +161,6 @@ def _trilinear(running: Running, args: tuple[Any, ...], _out: Any) -> Operation:
     )
 
 
-READERS: dict[Any, Callable[[Running, tuple[Any, ...], Any], Operation | None]] = {
-    aten.mm: _of(0, 1),
-    aten.bmm: _of(0, 1),
-    aten._int_mm: _of(0, 1),
-    aten._scaled_mm: _of(0, 1),
-    **dict.fromkeys([aten.addmm, aten.addmm_, aten._addmm_activation], _of(1, 2)),
-    **dict.fromkeys([aten.baddbmm, aten.baddbmm_, aten.addbmm, aten.addbmm_], _of(1, 2)),
-    **dict.fromkeys([aten.mv, aten.dot, aten.vdot], _vector(0, 1)),
-    **dict.fromkeys([aten.addmv, aten.addmv_], _vector(1, 2)),
-    **dict.fromkeys([aten.addr, aten.addr_], _outer),
-    aten._euclidean_dist: _distances,
-    aten._cdist_forward: _distances,
-    aten.convolution: _convolution,
-    aten._trilinear: _trilinear,
-    **dict.fromkeys([aten._grouped_mm, aten._scaled_grouped_mm], _experts),
-}
-for _packet, _name in ((aten.mm, "_scaled_mm_v2"), (aten._grouped_mm, "_scaled_grouped_mm_v2")):
-    if hasattr(aten, _name):  # not in every PyTorch
-        READERS[getattr(aten, _name)] = READERS[_packet]
-
-
 def _terms(args: tuple[Any, ...], _out: Any) -> int:
     """Count the multiply-adds of `_trilinear`, twice: one for each place of the space that its operands span."""
     operands, expanded = args[:3], args[3:6]
@@ -222,14 +201,28 @@ def _of_product(first: int) -> Callable[[tuple[Any, ...], Any], int]:
     return count
 
 
-_ADDING = (aten.addmm, aten.addmm_, aten.baddbmm, aten.baddbmm_, aten.addbmm, aten.addbmm_, aten.addmv, aten.addmv_)
-_IN_BACKWARD: dict[Any, Callable[[tuple[Any, ...], Any], int]] = {
-    **dict.fromkeys(READERS, _of_product(0)),
-    **dict.fromkeys(_ADDING, _of_product(1)),
-    aten.convolution: _again,
+_Read = Callable[[Running, tuple[Any, ...], Any], Operation | None]
+_Count = Callable[[tuple[Any, ...], Any], int]
+_MM_V2, _GROUPED_V2 = (  # not in every PyTorch
+    [getattr(aten, name)] if hasattr(aten, name) else [] for name in ("_scaled_mm_v2", "_scaled_grouped_mm_v2")
+)
+# operations, how their products are read in forward, and how their FLOPs are counted where a backward runs them
+_TABLE: tuple[tuple[tuple[Any, ...], _Read, _Count], ...] = (
+    ((aten.mm, aten.bmm, aten._int_mm, aten._scaled_mm, *_MM_V2), _of(0, 1), _of_product(0)),
+    ((aten.addmm, aten.addmm_, aten._addmm_activation), _of(1, 2), _of_product(1)),
+    ((aten.baddbmm, aten.baddbmm_, aten.addbmm, aten.addbmm_), _of(1, 2), _of_product(1)),
+    ((aten.mv, aten.dot, aten.vdot), _vector(0, 1), _of_product(0)),
+    ((aten.addmv, aten.addmv_), _vector(1, 2), _of_product(1)),
+    ((aten.addr, aten.addr_), _outer, _of_product(0)),
+    ((aten._euclidean_dist, aten._cdist_forward), _distances, _of_product(0)),
+    ((aten.convolution,), _convolution, _again),
+    ((aten._trilinear,), _trilinear, _terms),
+    ((aten._grouped_mm, aten._scaled_grouped_mm, *_GROUPED_V2), _experts, _of_product(0)),
+)
+READERS: dict[Any, _Read] = {packet: reader for packets, reader, _ in _TABLE for packet in packets}
+_IN_BACKWARD: dict[Any, _Count] = {packet: count for packets, _, count in _TABLE for packet in packets} | {
     aten.convolution_backward: _of_convolution,
     aten._cdist_backward: _of_distances,
-    aten._trilinear: _terms,
 }
 # autograd nodes whose gradient is an outer product, which PyTorch runs as an elementwise multiplication
 _OUTER_NODES = ("MvBackward0", "AddmvBackward0", "DotBackward0", "VdotBackward0")
