@@ -12,9 +12,8 @@ from headway.explain.explanation import (
     JobExplanation,
     mean_of,
 )
-from headway.explain.text import plain_table, sentences
-from headway.report import Column, format_ms, format_share
-from headway.report.markdown import markdown_table
+from headway.report import format_ms, format_share
+from headway.report.section import ReportSection
 
 _SAME = 0.005  # of a step: smaller differences are not named in the sentence
 _MOST_NAMED = 3
@@ -182,18 +181,16 @@ def comparison_text(compared: Comparison, *, markdown: bool = False) -> str:
         compared: two jobs.
         markdown: a table as Markdown has it.
     """
-    a, b = compared.a, compared.b
-    columns = [Column("per step", "left"), Column("A ms"), Column("B ms"), Column("B - A ms"), Column("of A's step")]
-    rows, footer = table_of(compared)
-    heads = [f"{letter}: {job.name}, mean of {_steps(job.num_steps)}" for letter, job in (("A", a), ("B", b))]
-    first = sentences([*heads, *differences(compared)], markdown=markdown)
+    jobs = (("A", compared.a), ("B", compared.b))
+    heads = [f"{letter}: {job.name}, mean of {_steps(job.num_steps)}" for letter, job in jobs]
+    first = ReportSection(points=[*heads, *differences(compared)])
     notes = [f"Note: {note}" for note in compared.notes]
-    table = (markdown_table if markdown else plain_table)(columns, rows, footer)
-    return "\n\n".join([first, table, *([sentences(notes, markdown=markdown)] if notes else [])])
+    sections = [first, line_section(compared), *([ReportSection(points=notes)] if notes else [])]
+    return "\n\n".join(section.as_markdown() if markdown else section.as_terminal() for section in sections)
 
 
-def table_of(compared: Comparison) -> tuple[list[list[str]], list[str]]:
-    """Rows of a comparison's lines, and the step as its last row: name, A, B, B - A [ms] and the share of A's step."""
+def line_section(compared: Comparison) -> ReportSection:
+    """Table of a comparison's lines, with the step as its last row: A, B, B - A [ms] and the share of A's step."""
     a, b = compared.a, compared.b
     rows = [
         [line.name, format_ms(line.a_ns), format_ms(line.b_ns), _signed(line.ns), _share(line.ns / a.duration_ns)]
@@ -201,7 +198,8 @@ def table_of(compared: Comparison) -> tuple[list[list[str]], list[str]]:
         if line.a_ns or line.b_ns
     ]
     totals = [format_ms(a.duration_ns), format_ms(b.duration_ns), _signed(compared.ns)]
-    return rows, ["the step", *totals, _share(compared.ns / a.duration_ns)]
+    footer = ["the step", *totals, _share(compared.ns / a.duration_ns)]
+    return ReportSection("", ["per step", "A ms", "B ms", "B - A ms", "of A's step"], rows, footer=footer)
 
 
 def differences(compared: Comparison) -> list[str]:

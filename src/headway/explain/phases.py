@@ -7,8 +7,9 @@ from typing import Any
 
 from headway.count.generation import GENERATION_QUANTITIES
 from headway.meter.step_phases import REST
-from headway.report import Column, format_ms, format_share
+from headway.report import format_ms, format_share
 from headway.report.numbers import quantity
+from headway.report.section import ReportSection
 from headway.report.step_lines import NAMES
 
 ASIDE = "aside"
@@ -204,17 +205,16 @@ def _mean_flops(lines: Sequence[PhaseLine], count: int) -> float | None:
     return sum(flops) / count if flops else None
 
 
-def phase_table(lines: Sequence[PhaseLine], duration_ns: int) -> tuple[list[Column], list[list[str]], list[str]]:
-    """Lay phases out as a table: columns, rows, and the step that they add up to."""
+def phase_section(lines: Sequence[PhaseLine], duration_ns: int) -> ReportSection:
+    """Table of phases, and the step that they add up to."""
     # A rate that is known of no phase has no column.
     rates = [
         (name, values)
         for name, values in (("MFU", [line.mfu for line in lines]), ("MBU", [line.mbu for line in lines]))
         if any(values)
     ]
-    columns = [Column("by phase", "left"), Column("ms"), Column("share"), *(Column(name) for name, _ in rates)]
     has_bounds = any(line.bound for line in lines)  # none in a trace
-    columns += [Column("bound by", "left")] if has_bounds else []
+    headings = ["by phase", "ms", "share", *(name for name, _ in rates), *(["bound by"] if has_bounds else [])]
     rows = []
     for place, line in enumerate(lines):
         if line.ns or line.flops:
@@ -222,7 +222,8 @@ def phase_table(lines: Sequence[PhaseLine], duration_ns: int) -> tuple[list[Colu
             time = [format_ms(line.ns), format_share(line.share)]
             rows.append([NAMES.get(line.name, line.name), *time, *reached, *([line.bound] if has_bounds else [])])
     nothing = [""] * (len(rates) + has_bounds)
-    return columns, rows, ["the step", format_ms(duration_ns), format_share(1.0), *nothing]
+    footer = ["the step", format_ms(duration_ns), format_share(1.0), *nothing]
+    return ReportSection("", headings, rows, footer=footer, left=(0, 3 + len(rates)))
 
 
 def _rate(rate: float | None) -> str:

@@ -25,10 +25,9 @@ from headway.explain.explanation import (
     mean_of,
 )
 from headway.explain.kernels import readable_name
-from headway.explain.phases import phase_sentences, phase_table
+from headway.explain.phases import phase_section, phase_sentences
 from headway.explain.products import GemmRow, gemms_of
 from headway.report import (
-    Column,
     format_flops,
     format_ms,
     format_rate,
@@ -36,10 +35,10 @@ from headway.report import (
     format_traffic,
     printable,
     render_lines,
-    render_table,
 )
-from headway.report.markdown import markdown_table, markdown_text
-from headway.report.terminal import coloured, width_of
+from headway.report.markdown import markdown_text
+from headway.report.section import ReportSection
+from headway.report.terminal import width_of
 from headway.words import Argument
 
 _MOST_STEPS = 20  # that are shown each
@@ -67,50 +66,31 @@ def as_text(explanation: JobExplanation, by: By | Literal["gemm"] | None = None,
         by: add the time by component, module or kernel, attention by pack and layer, or matrix products by size.
         markdown: tables as Markdown has them, without colour.
     """
-    table = markdown_table if markdown else plain_table
     waterfalls = explanation.steps
     # Of an even number the faster of the two in the middle, so that what is shown is a step that there is.
     shown = sorted(waterfalls, key=lambda waterfall: waterfall.duration_ns)[(len(waterfalls) - 1) // 2]
     mean = mean_of(waterfalls)
-    # What to do first; then from the whole to its parts: all steps, the mean one, what it is made of, what to know.
-    parts = [_findings(explanation.findings, markdown=markdown)] if explanation.findings else []
-    if len(waterfalls) > 1:
-        parts.append(table(*_overview(waterfalls)))
-    parts.append(_title(shown, mean, len({waterfall.rank for waterfall in waterfalls}), markdown=markdown))
-    drawn = table(*_waterfall(mean, shown))
-    parts.append(drawn if markdown else _with_colour(drawn, _dearest(mean)))
-    if mean.phases:
-        parts.append(table(*phase_table(mean.phases, mean.duration_ns)))
-    details = [*phase_sentences(mean.phases), *_details(mean), *_of_ranks(explanation, shown)]
-    if details:
-        parts.append(sentences(details, markdown=markdown))
+    # From the whole to its parts: all steps, the mean one, what it is made of, what to know.
+    sections = [_overview(waterfalls)] if len(waterfalls) > 1 else []
+    title = _title(shown, mean, len({waterfall.rank for waterfall in waterfalls}))
+    sections.append(_waterfall(title, mean, shown))
+    sections += [phase_section(mean.phases, mean.duration_ns)] if mean.phases else []
+    sections.append(
+        ReportSection(points=[*phase_sentences(mean.phases), *_details(mean), *_of_ranks(explanation, shown)])
+    )
     if by is not None and mean.num_steps > 1:
-        parts.append(sentences([f"By {by}, of step {shown.step}, the median:"], markdown=markdown))
+        sections.append(ReportSection(points=[f"By {by}, of step {shown.step}, the median:"]))
     if by == "gemm":
-        parts.append(table(*_gemms(gemms_of(shown), shown)))
+        sections.append(_gemms(gemms_of(shown), shown))
     elif by is not None:
-        rows = break_down(shown, by)
-        parts.append(table(*_breakdown(rows, by, shown)))
-        if summary := _about(rows, by):
-            parts.append(sentences([summary], markdown=markdown))
-    if explanation.notes:
-        parts.append(sentences([f"Note: {note}" for note in explanation.notes], markdown=markdown))
-    return "\n\n".join(parts)
+        sections.append(_breakdown(break_down(shown, by), by, shown))
+    sections.append(ReportSection(points=[f"Note: {note}" for note in explanation.notes]))
+    printed = [section.as_markdown() if markdown else section.as_terminal() for section in sections]
+    first = [_findings(explanation.findings, markdown=markdown)] if explanation.findings else []
+    return "\n\n".join(text for text in [*first, *printed] if text)
 
 
-def plain_table(columns: Sequence[Column], rows: Sequence[Sequence[str]], footer: Sequence[str] | None) -> str:
-    """Render a table for a terminal, a pipe or a log."""
-    return render_table(columns, rows, footer=footer)
-
-
-def sentences(lines: Sequence[str], *, markdown: bool) -> str:
-    """Render sentences, a line or a point each."""
-    if markdown:
-        return "\n".join(f"* {markdown_text(line)}" for line in lines)
-    return render_lines([printable(line) for line in lines])
-
-
-def _title(shown: StepWaterfall, mean: MeanWaterfall, num_ranks: int, *, markdown: bool) -> str:
+def _title(shown: StepWaterfall, mean: MeanWaterfall, num_ranks: int) -> str:
     """The step of median duration, which is all there is of one step, or the mean with that step behind it."""
     is_whole = shown.measured is not None and shown.step == 0 and not shown.measured[0].trace.steps
     title = "the whole trace" if is_whole else f"step {shown.step}"
@@ -128,8 +108,7 @@ def _title(shown: StepWaterfall, mean: MeanWaterfall, num_ranks: int, *, markdow
         title += f" ({Argument('step')} and {Argument('rank')} show another)"
     if mean.left_out:
         title += f"; slow first steps are not in the mean: {', '.join(map(str, mean.left_out))}"
-    title = title[0].upper() + title[1:]
-    return f"**{markdown_text(title)}**" if markdown else render_lines([printable(title)])
+    return _sentence(title)
 
 
 def _on_host(shown: StepWaterfall) -> str:
@@ -140,17 +119,12 @@ def _on_host(shown: StepWaterfall) -> str:
     return f" ({format_ms(host_ns)} ms on the host)"
 
 
-def _overview(waterfalls: Sequence[StepWaterfall]) -> tuple[list[Column], list[list[str]], None]:
+def _overview(waterfalls: Sequence[StepWaterfall]) -> ReportSection:
     has_mfu = any(waterfall.mfu is not None for waterfall in waterfalls)
     chosen = _overview_steps(waterfalls)
     has_places = any(place for place, _ in chosen)
-    columns = [
-        *([Column(f"of {len(waterfalls):,} steps", "left")] if has_places else []),
-        Column("step"),
-        Column("rank"),
-    ]
-    columns += [Column("ms"), *([Column("MFU")] if has_mfu else [])]
-    columns += [Column("largest loss", "left"), Column("share")]
+    headings = [f"of {len(waterfalls):,} steps"] if has_places else []
+    headings += ["step", "rank", "ms", *(["MFU"] if has_mfu else []), "largest loss", "share"]
     rows = []
     for place, waterfall in chosen:
         dearest = _dearest(waterfall)
@@ -158,7 +132,7 @@ def _overview(waterfalls: Sequence[StepWaterfall]) -> tuple[list[Column], list[l
         loss = ["-", "-"] if dearest is None else [dearest.name, format_share(dearest.share)]
         placed = [place] if has_places else []
         rows.append([*placed, str(waterfall.step), str(waterfall.rank), format_ms(waterfall.duration_ns), *mfu, *loss])
-    return columns, rows, None
+    return ReportSection("", headings, rows, left=(*((0,) if has_places else ()), len(headings) - 2))
 
 
 def _overview_steps(waterfalls: Sequence[StepWaterfall]) -> list[tuple[str, StepWaterfall]]:
@@ -188,12 +162,11 @@ def _dearest(waterfall: StepWaterfall | MeanWaterfall) -> WaterfallLine | None:
     return max(losses, key=lambda line: line.ns, default=None)
 
 
-def _waterfall(mean: MeanWaterfall, median_step: StepWaterfall) -> tuple[list[Column], list[list[str]], list[str]]:
+def _waterfall(title: str, mean: MeanWaterfall, median_step: StepWaterfall) -> ReportSection:
     """Lines of the mean; of several steps with those of the median one beside them."""
     has_mfu, has_median = mean.mfu is not None, mean.num_steps > 1
-    columns = [Column("where the time went", "left"), Column("ms"), Column("share")]
-    columns += [*([Column("MFU without")] if has_mfu else []), *([Column("median ms")] if has_median else [])]
-    columns.append(Column("", "left"))
+    headings = ["where the time went", "ms", "share"]
+    headings += [*(["MFU without"] if has_mfu else []), *(["median ms"] if has_median else []), ""]
     median_ns = {line.key: line.ns for line in median_step.lines}
     width = _BAR // 2 if has_median else _BAR
     rows = []
@@ -208,7 +181,16 @@ def _waterfall(mean: MeanWaterfall, median_step: StepWaterfall) -> tuple[list[Co
         before_ns = after_ns
     of_median = [format_ms(median_step.duration_ns)] if has_median else []
     total = ["the step", format_ms(mean.duration_ns), format_share(1.0), *([""] if has_mfu else []), *of_median, ""]
-    return columns, rows, total
+    dearest = _dearest(mean)
+    return ReportSection(
+        title,
+        headings,
+        rows,
+        footer=total,
+        left=(0, len(headings) - 1),
+        is_sentence=True,
+        marked="" if dearest is None else dearest.name,
+    )
 
 
 def _bar(before_ns: int, after_ns: int, duration_ns: int, width: int) -> str:
@@ -280,23 +262,22 @@ def _sentence(text: str) -> str:
     return text[0].upper() + text[1:]
 
 
-def _breakdown(
-    rows: Sequence[BreakdownRow], by: By, shown: StepWaterfall
-) -> tuple[list[Column], list[list[str]], list[str]]:
+def _breakdown(rows: Sequence[BreakdownRow], by: By, shown: StepWaterfall) -> ReportSection:
     *running, idle = rows
-    columns = [Column(by, "left"), Column("ms"), Column("share")]
+    headings = [by, "ms", "share"]
     if by == "attention":
-        columns += [Column("FLOPs"), Column("GFLOP/s")]
+        headings += ["FLOPs", "GFLOP/s"]
     else:
-        columns += [*(Column(phase.value) for phase in _PHASES), Column("GFLOP/s" if by == "component" else "other")]
+        headings += [*(phase.value for phase in _PHASES), "GFLOP/s" if by == "component" else "other"]
     groups = _layers_of_one_kind(running) if by == "module" else [(row.name, [row]) for row in running]
     cells = [_row(_shortened(name, by), layers, by, shown) for name, layers in groups[:_MOST_ROWS]]
     if groups[_MOST_ROWS:]:
         more = [row for _, layers in groups[_MOST_ROWS:] for row in layers]
         cells.append(_row(f"{len(more)} more ({Argument('to_dict')} has all)", more, by, shown))
-    nothing = [""] * (len(columns) - 3)
+    nothing = [""] * (len(headings) - 3)
     cells.append([idle.name, format_ms(idle.ns), format_share(idle.ns / shown.duration_ns), *nothing])
-    return columns, cells, ["the step", format_ms(shown.duration_ns), format_share(1.0), *nothing]
+    footer = ["the step", format_ms(shown.duration_ns), format_share(1.0), *nothing]
+    return ReportSection("", headings, cells, footer=footer, points=_about(rows, by))
 
 
 def _layers_of_one_kind(rows: Sequence[BreakdownRow]) -> list[tuple[str, list[BreakdownRow]]]:
@@ -310,9 +291,8 @@ def _layers_of_one_kind(rows: Sequence[BreakdownRow]) -> list[tuple[str, list[Br
     return [(f"{name} ({len(layers)})" if len(layers) > 1 else layers[0].name, layers) for name, layers in by_time]
 
 
-def _gemms(rows: Sequence[GemmRow], shown: StepWaterfall) -> tuple[list[Column], list[list[str]], list[str]]:
-    headings = ("calls", "ms", "share", "work", "rate", "of ceiling")
-    columns = [Column("product, MxNxK", "left"), Column("dtype", "left"), *map(Column, headings)]
+def _gemms(rows: Sequence[GemmRow], shown: StepWaterfall) -> ReportSection:
+    headings = ["product, MxNxK", "dtype", "calls", "ms", "share", "work", "rate", "of ceiling"]
     sized = [row for row in rows if row.product is not None]
     cells = [_gemm(row, shown) for row in sized[:_MOST_ROWS]]
     left_out = sum(row.ns for row in sized[_MOST_ROWS:])
@@ -321,7 +301,8 @@ def _gemms(rows: Sequence[GemmRow], shown: StepWaterfall) -> tuple[list[Column],
         cells.append([name, "", "", format_ms(left_out), format_share(left_out / shown.duration_ns), "", "", ""])
     cells += [_gemm(row, shown) for row in rows if row.product is None]
     ns = sum(row.ns for row in rows)
-    return columns, cells, ["all products", "", "", format_ms(ns), format_share(ns / shown.duration_ns), "", "", ""]
+    footer = ["all products", "", "", format_ms(ns), format_share(ns / shown.duration_ns), "", "", ""]
+    return ReportSection("", headings, cells, footer=footer, left=(0, 1))
 
 
 def _gemm(row: GemmRow, shown: StepWaterfall) -> list[str]:
@@ -350,18 +331,20 @@ def _flops(rows: Sequence[BreakdownRow]) -> tuple[str, str]:
     return format_flops(flops), f"{flops / matmul_ns:,.1f}" if matmul_ns else ""
 
 
-def _about(rows: Sequence[BreakdownRow], by: By) -> str:
+def _about(rows: Sequence[BreakdownRow], by: By) -> list[str]:
     if by == "component":
-        return (
+        return [
             f"attributed: {100 * attributed_share(rows):.2f} % of the time in which something ran, to components and "
             "to named activities, which stand in brackets."
-        )
+        ]
     if by == "attention":
         layers = [row for row in rows if row.name not in (NO_ATTENTION, NO_KERNEL)]
         flops, rate = _flops(layers)
         work = f" for {flops} by the cost model ({rate} GFLOP/s)" if rate else ""
-        return f"attention of packs in layers: {len(layers)} took {format_ms(sum(row.ns for row in layers))} ms{work}."
-    return ""
+        return [
+            f"attention of packs in layers: {len(layers)} took {format_ms(sum(row.ns for row in layers))} ms{work}."
+        ]
+    return []
 
 
 def _shortened(name: str, by: By) -> str:
@@ -372,12 +355,3 @@ def _shortened(name: str, by: By) -> str:
     if len(name) <= longest:
         return name
     return f"{name[: longest - 3]}..." if by == "kernel" else f"...{name[3 - longest :]}"
-
-
-def _with_colour(drawn: str, dearest: WaterfallLine | None) -> str:
-    if dearest is None:
-        return drawn
-    return "\n".join(
-        coloured(line, "yellow", sys.stdout) if line.startswith(f"{dearest.name} ") else line
-        for line in drawn.split("\n")
-    )

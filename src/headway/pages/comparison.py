@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from headway.explain.comparison import Comparison, compare, differences, table_of
-from headway.explain.text import sentences
+from headway.explain.comparison import Comparison, compare, differences, line_section
 from headway.log.run_files import CONFIG
 from headway.pages.names import names_of_runs
 from headway.pages.run import SCHEMA_VERSION, ReportedRun, facts, machine, verdict
@@ -64,12 +63,11 @@ def compared_markdown(a: ReportedRun, b: ReportedRun) -> str:
     compared = compare((a.name, a.explanation), (b.name, b.explanation))
     parts = [
         f"# {markdown_text(a.name)} (A) and {markdown_text(b.name)} (B)",
-        sentences(_verdict(a, b, compared), markdown=True),
+        ReportSection(points=_verdict(a, b, compared)).as_markdown(),
     ]
     parts += [section.as_markdown() for section in _sections(a, b, compared)]
-    return "\n\n".join(
-        [*parts, sentences([f"Note: {note}" for note in (*compared.notes, _OF_INTERVAL)], markdown=True)]
-    )
+    notes = ReportSection(points=[f"Note: {note}" for note in (*compared.notes, _OF_INTERVAL)])
+    return "\n\n".join([*parts, notes.as_markdown()])
 
 
 def _named_apart(a: ReportedRun, b: ReportedRun) -> tuple[ReportedRun, ReportedRun]:
@@ -190,8 +188,8 @@ def _beyond_scatter(a: ReportedRun, b: ReportedRun, compared: Comparison) -> lis
 
 
 def _sections(a: ReportedRun, b: ReportedRun, compared: Comparison) -> list[ReportSection]:
-    lines, footer = table_of(compared)
-    headings, intervals = ["per step", "A ms", "B ms", "B - A ms", "of A's step"], _line_intervals(a, b, compared)
+    table, intervals = line_section(compared), _line_intervals(a, b, compared)
+    headings, lines, footer = [*table.headings], [*table.rows], [*table.footer]
     if intervals:
         headings.append("95 % interval of B - A, ms")
         lines = [

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from headway.explain.explanation import StepWaterfall, mean_of
-from headway.explain.phases import ASIDE, PhaseLine, mean_phases, phase_sentences, phase_table
+from headway.explain.phases import ASIDE, PhaseLine, mean_phases, phase_section, phase_sentences
 from headway.log.run_files import further_losses
 from headway.meter.step_phases import REST
 from headway.pages.folder import held_out, restarts
@@ -273,18 +273,18 @@ def mean_phase_lines(steps: Sequence[StepWaterfall]) -> tuple[PhaseLine, ...]:
     return mean_of(steps).phases if any(step.phases for step in steps) else ()
 
 
-def phase_section(steps: Sequence[StepWaterfall]) -> ReportSection | None:
+def _phases(steps: Sequence[StepWaterfall]) -> ReportSection | None:
     """Table of the phases of the mean step, and what each that generates takes at least; None without phases."""
     if not (lines := mean_phase_lines(steps)):
         return None
-    columns, rows, total = phase_table(lines, sum(line.ns for line in lines))
-    headings = ["phase", "time [ms]", *(column.heading for column in columns[2:])]
-    return ReportSection(_TITLE, headings, [*rows, total], " ".join(phase_sentences(lines)))
+    table = phase_section(lines, sum(line.ns for line in lines))
+    headings = ["phase", "time [ms]", *table.headings[2:]]
+    return ReportSection(_TITLE, headings, [*table.rows, table.footer], " ".join(phase_sentences(lines)))
 
 
 def phase_chart(steps: Sequence[StepWaterfall]) -> dict[str, Any] | None:
     """Values of the template `phases.html.jinja`: the section's table, and bars over the steps; None without phases."""
-    section = phase_section(steps)
+    section = _phases(steps)
     if section is None:
         return None
     lines = mean_phase_lines(steps)

@@ -1,11 +1,14 @@
-"""A section of a report: a title, a sentence, a table and a chart, which pages and Markdown both show."""
+"""A section of a report as data: a title, sentences, a table and a chart, which terminal, Markdown and pages print."""
 
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from headway.report.format import printable
 from headway.report.markdown import markdown_table, markdown_text
-from headway.report.table import Column
+from headway.report.table import Column, render_lines, render_table
+from headway.report.terminal import coloured
 
 _NARROW = 3  # columns of a table that stands beside others
 _LONG = 40  # of a cell, from which on three columns need the page's width [characters]
@@ -17,22 +20,32 @@ class ReportSection:
     """Section of a report on one thing, in plain text of anyone.
 
     Attributes:
-        title: its heading.
-        headings: of the table's columns.
-        rows: of the table; a section without rows is left out.
+        title: its heading; "" for none.
+        headings: of the table's columns; none without a table.
+        rows: of the table; a page leaves out a section without rows.
         says: a sentence before it.
         chart: SVG of `headway.report.charts`; Markdown has the table alone.
         image: a PNG in base64 in place of a chart.
         pictures: a small JPEG in base64 for each row, "" for none; on a page alone.
+        footer: last row of the table, such as totals, set apart in text.
+        left: columns whose cells stand on the left in text.
+        points: sentences behind it, each on a line or a point of its own, in text.
+        is_sentence: whether its title is a sentence, which Markdown shows in bold.
+        marked: name of the row that a terminal shows in colour.
     """
 
-    title: str
-    headings: Sequence[str]
-    rows: Sequence[Sequence[str]]
+    title: str = ""
+    headings: Sequence[str] = ()
+    rows: Sequence[Sequence[str]] = ()
     says: str = ""
     chart: str = ""
     image: str = ""
     pictures: Sequence[str] = ()
+    footer: Sequence[str] = ()
+    left: Collection[int] = (0,)
+    points: Sequence[str] = ()
+    is_sentence: bool = False
+    marked: str = ""
 
     @property
     def is_wide(self) -> bool:
@@ -56,8 +69,28 @@ class ReportSection:
             if not any(map(self.is_number, cells))
         )
 
+    @property
+    def _columns(self) -> list[Column]:
+        return [Column(name, "left" if place in self.left else "right") for place, name in enumerate(self.headings)]
+
     def as_markdown(self) -> str:
         """Render it for an issue."""
-        columns = [Column(name, "right" if place else "left") for place, name in enumerate(self.headings)]
-        parts = [f"## {markdown_text(self.title)}", *([markdown_text(self.says)] if self.says else [])]
-        return "\n\n".join([*parts, markdown_table(columns, self.rows, None)])
+        title = markdown_text(self.title)
+        parts = [] if not title else [f"**{title}**" if self.is_sentence else f"## {title}"]
+        parts += [markdown_text(self.says)] if self.says else []
+        parts += [markdown_table(self._columns, self.rows, self.footer or None)] if self.headings else []
+        parts += ["\n".join(f"* {markdown_text(point)}" for point in self.points)] if self.points else []
+        return "\n\n".join(parts)
+
+    def as_terminal(self) -> str:
+        """Render it for a terminal, a pipe or a log."""
+        parts = [render_lines([printable(text)]) for text in (self.title, self.says) if text]
+        if self.headings:
+            drawn = render_table(self._columns, self.rows, footer=self.footer or None)
+            lines = [
+                coloured(line, "yellow", sys.stdout) if self.marked and line.startswith(f"{self.marked} ") else line
+                for line in drawn.split("\n")
+            ]
+            parts.append("\n".join(lines))
+        parts += [render_lines([printable(point) for point in self.points])] if self.points else []
+        return "\n\n".join(parts)
