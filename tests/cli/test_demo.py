@@ -80,24 +80,25 @@ def test_a_mistake_is_one_paragraph_and_no_traceback(tmp_path, arguments, messag
 
 
 @pytest.mark.slow
-def test_a_bad_line_in_the_data_is_named_by_file_and_line(tmp_path):
+def test_a_bad_line_in_the_data_is_named_by_file_and_line(tmp_path, headway, monkeypatch):
     from headway.synthetic.digits import write_reader
 
     write_reader(tmp_path / "model")
     (tmp_path / "bad.jsonl").write_text('{"messages": [\n')
     raw = {
         "model": {"path": "model", "random_init": True},
-        "data": {"train": [{"path": "bad.jsonl"}], "tokens_per_pack": 128},
+        "data": {"train": [{"path": "bad.jsonl"}], "tokens_per_pack": 128, "workers": 0},
         "optim": {"steps": 2, "lr": 0.001},
         "run": {"folder": "run"},
     }
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(raw))
-    result = headway("train", "c.yaml", cwd=tmp_path)
-    assert result.returncode == 1
-    assert "bad.jsonl, line 1: not valid JSON" in " ".join(result.stderr.split())
-    assert "Traceback" not in result.stderr
-    corrected = headway("train", "c.yaml", cwd=tmp_path)
-    assert "already holds a run" not in corrected.stderr, "a run that never began must not block the next one"
+    monkeypatch.chdir(tmp_path)
+    result = headway("train", "c.yaml")
+    assert result.code == 1
+    assert "bad.jsonl, line 1: not valid JSON" in " ".join(result.err.split())
+    assert "Traceback" not in result.err
+    corrected = headway("train", "c.yaml")
+    assert "already holds a run" not in corrected.err, "a run that never began must not block the next one"
 
 
 @pytest.mark.parametrize("arguments", [["train", str(RECIPE)], ["demo"]])

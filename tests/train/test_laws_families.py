@@ -3,10 +3,6 @@
 `tools/trainable.py` runs the same laws for the page docs/models.md.
 """
 
-import functools
-import tempfile
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -29,45 +25,32 @@ def _one_thread():
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(scope="module")
-def pair_of():
-    with tempfile.TemporaryDirectory() as folder:
-
-        @functools.cache
-        def build(family):
-            (Path(folder) / family).mkdir()
-            return FamilyPair(family, Path(folder) / family)
-
-        yield build
+def _sign_of_attention(pair):
+    """Sign of counted less computed FLOPs of attention, and the one that is known of the family."""
+    counted, computed = pair.attended_flops()
+    sign, *_ = COUNTED_OTHERWISE.get(pair.family, (0,))
+    return np.sign(counted - computed) == sign
 
 
-def families(*quick):
-    marks = {name: pytest.mark.long if name in LONG else pytest.mark.slow for name in VLM_FOLDERS}
-    return [name if name in quick else pytest.param(name, marks=marks[name]) for name in VLM_FOLDERS]
+LAWS = {
+    "a pack has the losses and gradients of its samples alone": lambda pair: (
+        pair.packing_error() < TOLERANCES.get(pair.family, CLOSE)
+    ),
+    "a sample changes no other sample's loss": lambda pair: pair.leak() < 1e-6,
+    "the index knows the encoded lengths": lambda pair: pair.wrong_lengths() == [],
+    "the pack's FLOPs are those that PyTorch counts of its samples": lambda pair: pair.unexplained_flops() == [],
+    "attention is counted under the masks that are computed": _sign_of_attention,
+}
 
 
-@pytest.mark.parametrize("family", families(*QUICK))
-def test_a_pack_has_the_losses_and_gradients_of_its_samples_alone(family, pair_of):
-    assert pair_of(family).packing_error() < TOLERANCES.get(family, CLOSE)
-
-
-@pytest.mark.parametrize("family", families(*QUICK))
-def test_a_sample_changes_no_other_samples_loss(family, pair_of):
-    assert pair_of(family).leak() < 1e-6
-
-
-@pytest.mark.parametrize("family", families(*QUICK))
-def test_the_index_knows_the_encoded_lengths(family, pair_of):
-    assert pair_of(family).wrong_lengths() == []
-
-
-@pytest.mark.parametrize("family", families("llava"))
-def test_the_packs_flops_are_those_that_pytorch_counts_of_its_samples(family, pair_of):
-    assert pair_of(family).unexplained_flops() == []
-
-
-@pytest.mark.parametrize("family", families("llava"))
-def test_attention_is_counted_under_the_masks_that_are_computed(family, pair_of):
-    counted, computed = pair_of(family).attended_flops()
-    sign, *_ = COUNTED_OTHERWISE.get(family, (0,))
-    assert np.sign(counted - computed) == sign
+@pytest.mark.parametrize(
+    "family",
+    [
+        name if name in QUICK else pytest.param(name, marks=pytest.mark.long if name in LONG else pytest.mark.slow)
+        for name in VLM_FOLDERS
+    ],
+)
+def test_the_laws_of_packs_hold(family, tmp_path):
+    """In one test for each family, whose two models take longer to make than a law to look at."""
+    pair = FamilyPair(family, tmp_path)
+    assert [law for law, holds in LAWS.items() if not holds(pair)] == []
