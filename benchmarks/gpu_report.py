@@ -25,8 +25,7 @@ from engine_case import folder_name
 from engine_forecast import StepLines, measured_lines, predicted_lines
 from engine_setups import SETUPS
 from engine_table import attention_kernel, remarks
-from headway.explain.comparison import mean_step
-from headway.explain.explanation import JobExplanation
+from headway.explain.explanation import JobExplanation, mean_of
 from headway.explain.run_folder import newest_window
 from headway.explain.trace import read_traces
 from headway.explain.waterfall import explain
@@ -216,8 +215,9 @@ def _case_sections(
     if explanation is None:
         notes.append(f"{case['case']}: no profile is here; engine_gpu.py takes one with --profiles")
     else:
-        mean = mean_step("profile", explanation)
-        sections.append(waterfall_section(mean, "By `headway explain`; each bar begins where the one before ends."))
+        mean = mean_of(explanation.steps)
+        says = "By `headway explain`; each bar begins where the one before ends."
+        sections.append(waterfall_section(mean, says, "profiled steps"))
         findings = explanation.findings
         rows = [[f"{f.id}: {f.seen}", f"Likely: {f.cause} Try: {f.next}", format_share(f.share)] for f in findings]
         columns = ["finding", "why, and what to try", "of the step, at most"]

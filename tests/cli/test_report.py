@@ -102,7 +102,7 @@ def test_a_profile_in_the_folder_tells_where_the_time_of_its_steps_went(headway,
     assert "of the profile of steps 10 to 11, 1 rank" in text
     assert "## Where the time of a step went" not in without
     profile = read_run(run).profile
-    assert sum(ns for _, ns in profile.mean.lines.values()) == profile.mean.duration_ns
+    assert sum(line.ns for line in profile.mean.lines) == profile.mean.duration_ns
     assert f"first finding, {profile.findings[0].id} (" in verdict(read_run(run))
 
 

@@ -35,7 +35,7 @@ def test_each_line_is_compared_by_its_mean_and_the_differences_add_up():
         ("unseparated", 30 * MS, 37 * MS),
     ]
     assert compared.ns == sum(line.ns for line in compared.lines) == -25 * MS
-    assert (compared.a.mfu, compared.b.mfu) == (pytest.approx(60 / 210), pytest.approx(30 / 80))
+    assert (compared.a.mean.mfu, compared.b.mean.mfu) == (pytest.approx(60 / 210), pytest.approx(30 / 80))
 
 
 @given(
@@ -52,16 +52,16 @@ def test_each_line_is_compared_by_its_mean_and_the_differences_add_up():
 )
 def test_means_are_whole_nanoseconds_that_add_up(first, second):
     compared = compare(("a", job(*first)), ("b", job(*second)))
-    assert sum(line.a_ns for line in compared.lines) == compared.a.duration_ns
-    assert sum(line.b_ns for line in compared.lines) == compared.b.duration_ns
+    assert sum(line.a_ns for line in compared.lines) == compared.a.mean.duration_ns
+    assert sum(line.b_ns for line in compared.lines) == compared.b.mean.duration_ns
     assert sum(line.ns for line in compared.lines) == compared.ns
     if len(first) < 4:  # so that no first step is left out
-        assert compared.a.duration_ns == sum(duration for duration, _ in first) // len(first)
+        assert compared.a.mean.duration_ns == sum(duration for duration, _ in first) // len(first)
 
 
 def test_slow_first_steps_are_left_out_and_named():
     compared = compare(("a", job(*[(900 * MS, {})], *[(100 * MS, {})] * 5)), ("b", job((100 * MS, {}))))
-    assert (compared.a.left_out, compared.a.num_steps, compared.ns) == ((1,), 5, 0)
+    assert (compared.a.mean.left_out, compared.a.mean.num_steps, compared.ns) == ((1,), 5, 0)
     assert "A: step 1 at the beginning took over twice the median and is left out." in compared.notes
 
 

@@ -10,6 +10,7 @@ from headway.explain.explanation import (
     SCHEMA_VERSION,
     UNSEPARATED,
     JobExplanation,
+    MeanWaterfall,
     mean_of,
 )
 from headway.report import format_ms, format_share
@@ -20,37 +21,34 @@ _MOST_NAMED = 3
 
 
 @dataclass(frozen=True, slots=True)
-class MeanStep:
-    """The mean of a job's steps: each line's time over all steps and ranks / their number, in whole nanoseconds.
+class ComparedJob:
+    """One of two jobs.
 
     Attributes:
-        name: what the user called the job.
-        num_steps: steps in the mean; one of several ranks counts for each.
-        left_out: numbers of slow first steps that are not in it.
-        duration_ns: of the mean step [ns].
-        mfu: total over total; None where it is not known.
-        lines: name and time of each line by its key, in the waterfall's order; they add up to `duration_ns`.
-        notes: what a reader must know of the job.
+        name: what the user called it.
+        mean: its mean step, without slow first ones.
+        notes: what a reader must know of it.
     """
 
     name: str
-    num_steps: int
-    left_out: tuple[int, ...]
-    duration_ns: int
-    mfu: float | None
-    lines: dict[str, tuple[str, int]]
+    mean: MeanWaterfall
     notes: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """Give the JSON-ready record."""
-        return {
-            "name": self.name,
-            "num_steps": self.num_steps,
-            "left_out": list(self.left_out),
-            "duration_ns": self.duration_ns,
-            "mfu": self.mfu,
-            "notes": list(self.notes),
-        }
+        return mean_record(self.name, self.mean, self.notes)
+
+
+def mean_record(name: str, mean: MeanWaterfall, notes: Sequence[str]) -> dict[str, Any]:
+    """Facts of a job's mean step without its lines, JSON-ready."""
+    return {
+        "name": name,
+        "num_steps": mean.num_steps,
+        "left_out": list(mean.left_out),
+        "duration_ns": mean.duration_ns,
+        "mfu": mean.mfu,
+        "notes": list(notes),
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,15 +84,15 @@ class Comparison:
         notes: what a reader must know.
     """
 
-    a: MeanStep
-    b: MeanStep
+    a: ComparedJob
+    b: ComparedJob
     lines: tuple[LineDifference, ...]
     notes: tuple[str, ...]
 
     @property
     def ns(self) -> int:
         """Time that a step of the second job takes longer [ns]."""
-        return self.b.duration_ns - self.a.duration_ns
+        return self.b.mean.duration_ns - self.a.mean.duration_ns
 
     def to_dict(self) -> dict[str, Any]:
         """The object that `headway explain A B --json` prints."""
@@ -127,38 +125,31 @@ def compare(a: tuple[str, JobExplanation], b: tuple[str, JobExplanation]) -> Com
             f"{which} does not tell how long its steps took, so there is nothing to compare in seconds per step. Give "
             "a log whose lines have a time or a stamp; `headway explain` shows each by itself."
         )
-    means = [mean_step(name, explanation) for name, explanation in (a, b)]
+    jobs = [ComparedJob(name, mean_of(explanation.steps), explanation.notes) for name, explanation in (a, b)]
     # A line that one of the two does not have took no time there, so that differences still add up.
-    keys = _in_both_orders(*([*mean.lines] for mean in means))
-    lines = []
-    for key in keys:
-        (name, a_ns), (_, b_ns) = (mean.lines.get(key, (_name(key, means), 0)) for mean in means)
-        lines.append(LineDifference(key, name, a_ns, b_ns))
+    of_a, of_b = ({line.key: line for line in job.mean.lines} for job in jobs)
+    lines = [
+        LineDifference(
+            key,
+            (of_a.get(key) or of_b[key]).name,
+            of_a[key].ns if key in of_a else 0,
+            of_b[key].ns if key in of_b else 0,
+        )
+        for key in _in_both_orders([*of_a], [*of_b])
+    ]
     # What holds of both is said once, what holds of one with its letter.
     notes = []
-    if len({UNSEPARATED in mean.lines for mean in means}) > 1:
+    if (UNSEPARATED in of_a) != (UNSEPARATED in of_b):
         notes.append("one of the two has no profile: what it cannot separate stands in one line.")
-    for letter, mean in zip("AB", means, strict=True):
-        if mean.left_out:
-            slow = ", ".join(map(str, mean.left_out))
+    for letter, job in zip("AB", jobs, strict=True):
+        if job.mean.left_out:
+            slow = ", ".join(map(str, job.mean.left_out))
             notes.append(f"{letter}: step {slow} at the beginning took over twice the median and is left out.")
-    both = [note for note in means[0].notes if note in means[1].notes]
+    both = [note for note in jobs[0].notes if note in jobs[1].notes]
     notes += both
-    for letter, mean in zip("AB", means, strict=True):
-        notes += [f"{letter}: {note}" for note in mean.notes if note not in both]
-    return Comparison(means[0], means[1], tuple(lines), tuple(notes))
-
-
-def mean_step(name: str, explanation: JobExplanation) -> MeanStep:
-    """The mean of a job's steps, without slow first ones.
-
-    Args:
-        name: what to call the job.
-        explanation: at least one step.
-    """
-    mean = mean_of(explanation.steps)
-    lines = {line.key: (line.name, line.ns) for line in mean.lines}
-    return MeanStep(name, mean.num_steps, mean.left_out, mean.duration_ns, mean.mfu, lines, explanation.notes)
+    for letter, job in zip("AB", jobs, strict=True):
+        notes += [f"{letter}: {note}" for note in job.notes if note not in both]
+    return Comparison(jobs[0], jobs[1], tuple(lines), tuple(notes))
 
 
 def _in_both_orders(first: list[str], second: list[str]) -> list[str]:
@@ -170,10 +161,6 @@ def _in_both_orders(first: list[str], second: list[str]) -> list[str]:
     return keys
 
 
-def _name(key: str, means: Sequence[MeanStep]) -> str:
-    return next(mean.lines[key][0] for mean in means if key in mean.lines)
-
-
 def comparison_text(compared: Comparison, *, markdown: bool = False) -> str:
     """Render a comparison: what differs first, then the table.
 
@@ -182,7 +169,7 @@ def comparison_text(compared: Comparison, *, markdown: bool = False) -> str:
         markdown: a table as Markdown has it.
     """
     jobs = (("A", compared.a), ("B", compared.b))
-    heads = [f"{letter}: {job.name}, mean of {_steps(job.num_steps)}" for letter, job in jobs]
+    heads = [f"{letter}: {job.name}, mean of {_steps(job.mean.num_steps)}" for letter, job in jobs]
     first = ReportSection(points=[*heads, *differences(compared)])
     notes = [f"Note: {note}" for note in compared.notes]
     sections = [first, line_section(compared), *([ReportSection(points=notes)] if notes else [])]
@@ -191,7 +178,7 @@ def comparison_text(compared: Comparison, *, markdown: bool = False) -> str:
 
 def line_section(compared: Comparison) -> ReportSection:
     """Table of a comparison's lines, with the step as its last row: A, B, B - A [ms] and the share of A's step."""
-    a, b = compared.a, compared.b
+    a, b = compared.a.mean, compared.b.mean
     rows = [
         [line.name, format_ms(line.a_ns), format_ms(line.b_ns), _signed(line.ns), _share(line.ns / a.duration_ns)]
         for line in compared.lines
@@ -204,15 +191,15 @@ def line_section(compared: Comparison) -> ReportSection:
 
 def differences(compared: Comparison) -> list[str]:
     """Say how the steps differ, by which lines most, and last how much of it only a profile tells apart."""
-    share = compared.ns / compared.a.duration_ns
+    share = compared.ns / compared.a.mean.duration_ns
     if abs(share) < _SAME:
         first = "A step of B takes as long as one of A, within 0.5 %."
     else:
         than = "less" if compared.ns < 0 else "more"
         first = f"A step of B takes {format_ms(abs(compared.ns))} ms {than} than one of A ({_share(share)})."
-    if compared.a.mfu is not None and compared.b.mfu is not None:
-        first += f" MFU {format_share(compared.a.mfu)} -> {format_share(compared.b.mfu)}."
-    least_ns = _SAME * compared.a.duration_ns
+    if compared.a.mean.mfu is not None and compared.b.mean.mfu is not None:
+        first += f" MFU {format_share(compared.a.mean.mfu)} -> {format_share(compared.b.mean.mfu)}."
+    least_ns = _SAME * compared.a.mean.duration_ns
     separated = [line for line in compared.lines if line.key != UNSEPARATED]
     better = sorted((line for line in separated if line.ns < -least_ns), key=lambda line: line.ns)
     worse = sorted((line for line in separated if line.ns > least_ns), key=lambda line: -line.ns)

@@ -182,7 +182,7 @@ def _beyond_scatter(a: ReportedRun, b: ReportedRun, compared: Comparison) -> lis
     intervals, sure = _line_intervals(a, b, compared), []
     for line in sorted(compared.lines, key=lambda line: -abs(line.ns)):
         low, high = intervals.get(line.key, (0.0, 0.0))
-        if not low <= 0 <= high and abs(line.ns) > _SAME_WORK * compared.a.duration_ns:
+        if not low <= 0 <= high and abs(line.ns) > _SAME_WORK * compared.a.mean.duration_ns:
             sure.append(f"{line.name} ({line.ns / 1e6:+,.2f} ms, 95 % interval {low:+,.2f} to {high:+,.2f})")
     return [f"Beyond how the steps vary: {', '.join(sure)}."] if sure else []
 

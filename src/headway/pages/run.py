@@ -12,8 +12,15 @@ from typing import Any
 import numpy as np
 
 from headway.errors import HeadwayError, LogError
-from headway.explain.comparison import MeanStep, mean_step
-from headway.explain.explanation import MOST, PER_SECOND_NOTE, Finding, JobExplanation
+from headway.explain.comparison import mean_record
+from headway.explain.explanation import (
+    MOST,
+    PER_SECOND_NOTE,
+    Finding,
+    JobExplanation,
+    MeanWaterfall,
+    mean_of,
+)
 from headway.explain.findings.rule import FindingPlace, TimeOf
 from headway.explain.findings.rules import RULES
 from headway.explain.records import explain_with_records
@@ -78,7 +85,7 @@ class StepProfile:
     """
 
     about: str
-    mean: MeanStep
+    mean: MeanWaterfall
     findings: tuple[Finding, ...]
 
 
@@ -106,7 +113,7 @@ class ReportedRun:
     folder: Path | None
     records: Sequence[Mapping[str, Any]]
     explanation: JobExplanation
-    mean: MeanStep
+    mean: MeanWaterfall
     profile: StepProfile | None
     findings: tuple[Finding, ...]
     goodput: GoodputReport | None
@@ -153,7 +160,7 @@ def assembled(path: Path, explanation: JobExplanation, records: Sequence[Mapping
         folder=folder if file.name == METRICS else None,
         records=records,
         explanation=explanation,
-        mean=mean_step(name, explanation),
+        mean=mean_of(explanation.steps),
         profile=profile,
         findings=in_order(None if profile is None else profile.findings, explanation.findings),
         goodput=goodput,
@@ -188,7 +195,7 @@ def _read_traces(stamps: tuple[tuple[Path, int, int], ...], about: str) -> StepP
         explanation = explain([trace for path, *_ in stamps for trace in read_traces(path)])
     except (HeadwayError, OSError) as error:
         return str(error)
-    return StepProfile(about, mean_step("profile", explanation), explanation.findings)
+    return StepProfile(about, mean_of(explanation.steps), explanation.findings)
 
 
 def in_order(by_profile: Sequence[Finding] | None, by_records: Sequence[Finding]) -> tuple[Finding, ...]:
@@ -259,7 +266,7 @@ def report_page(run: ReportedRun) -> str:
 def report_markdown(run: ReportedRun) -> str:
     """Render a run as Markdown: verdict, facts, what `headway explain` says, and the tables below the page's charts."""
     table = markdown_table([Column("what", "left"), Column("value", "left")], facts(run), None)
-    profiled = [] if run.profile is None else [waterfall_section(run.profile.mean, run.profile.about)]
+    profiled = [] if run.profile is None else [waterfall_section(run.profile.mean, run.profile.about, "profiled steps")]
     sections = [*profiled, *_goodput(run), *chain.from_iterable(_over_the_run(run).values())]
     explained = as_text(replace(run.explanation, findings=run.findings), markdown=True)
     return "\n\n".join(
@@ -350,24 +357,24 @@ def facts(run: ReportedRun) -> list[tuple[str, str]]:
 def _waterfalls(run: ReportedRun) -> list[ReportSection]:
     """The mean step of the newest profile, which tells all apart, and that of all records."""
     says = "Each bar begins where the one before ends; together they are the step."
-    sections = [] if run.profile is None else [waterfall_section(run.profile.mean, run.profile.about)]
+    sections = [] if run.profile is None else [waterfall_section(run.profile.mean, run.profile.about, "profiled steps")]
     return [
         *sections,
         waterfall_section(run.mean, says if not sections else "Of all steps, of which records tell less."),
     ]
 
 
-def waterfall_section(mean: MeanStep, says: str) -> ReportSection:
+def waterfall_section(mean: MeanWaterfall, says: str, what: str = "records") -> ReportSection:
     """Show the lines of a mean step as a table, and those above zero as bars.
 
     Args:
-        mean: the step; that of a profile has the name "profile".
+        mean: the step.
         says: a sentence before the table.
+        what: the step is the mean of.
     """
-    bars = [(name, ns / 1e9) for name, ns in mean.lines.values() if ns > 0]
-    rows = [[name, format_ms(ns), format_share(ns / mean.duration_ns)] for name, ns in mean.lines.values()]
+    bars = [(line.name, line.ns / 1e9) for line in mean.lines if line.ns > 0]
+    rows = [[line.name, format_ms(line.ns), format_share(line.share)] for line in mean.lines]
     rows.append(["step", format_ms(mean.duration_ns), format_share(1.0)])
-    what = "profiled steps" if mean.name == "profile" else "records"
     title = f"Where the time of a step went (mean of {mean.num_steps} {what})"
     chart = bar_chart(title, bars, form=format_duration, stacked=True)
     return ReportSection(title, ["part", "time [ms]", "share"], rows, says, chart)
@@ -391,7 +398,8 @@ def machine(run: ReportedRun) -> dict[str, Any]:
         "schema_version": SCHEMA_VERSION,
         "name": run.name,
         "num_records": len(run.records),
-        "mean_step": run.mean.to_dict() | {"lines": {key: ns for key, (_, ns) in run.mean.lines.items()}},
+        "mean_step": mean_record(run.name, run.mean, run.explanation.notes)
+        | {"lines": {line.key: line.ns for line in run.mean.lines}},
         "phases": [phase.to_dict() for phase in mean_phase_lines(run.explanation.steps)],
         "goodput": None if run.goodput is None else run.goodput.to_dict(),
         "findings": [finding.to_dict() for finding in run.findings],

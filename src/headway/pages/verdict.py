@@ -5,8 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from headway.explain.comparison import MeanStep
-from headway.explain.explanation import UNSEPARATED, Finding
+from headway.explain.explanation import UNSEPARATED, Finding, MeanWaterfall
 from headway.log.run_files import LossTally
 from headway.report import format_count, format_duration, format_share
 from headway.report.numbers import number
@@ -16,7 +15,7 @@ _SAME = 0.005  # a loss that changed by less stayed as it was
 
 def first_sentence(
     records: Sequence[Mapping[str, Any]],
-    mean: MeanStep,
+    mean: MeanWaterfall,
     findings: Sequence[Finding],
     *,
     summary: Mapping[str, Any],
@@ -95,10 +94,10 @@ def scores(judged: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def _largest_loss(mean: MeanStep) -> str:
+def _largest_loss(mean: MeanWaterfall) -> str:
     """The largest loss of a run without a finding."""
-    lost = [(ns, key, name) for key, (name, ns) in mean.lines.items() if key != "useful" and ns > 0]
-    if not lost or "useful" not in mean.lines:
+    lost = [(line.ns, line.key, line.name) for line in mean.lines if line.key != "useful" and line.ns > 0]
+    if not lost or all(line.key != "useful" for line in mean.lines):
         return "; no rule finds anything to mend"
     ns, key, name = max(lost)
     share = format_share(ns / mean.duration_ns)
