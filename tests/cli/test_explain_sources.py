@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from headway.cli import explain_sources
+from headway.cli.explain_sources import SourceKind, source_of
 from helpers.traces import sidecar, two_kernels_a_step
 
 # TorchTitan's page on Qwen3-VL-30B-A3B (8 H200, December 2025): its numbers and times
@@ -201,6 +203,33 @@ def test_a_file_that_can_be_nothing_of_the_kind_is_an_error_in_a_sentence(headwa
     assert result.code == 2
     assert said(result).startswith(f"Error: {path} is {kind}")
     assert "torchtitan" not in said(result)
+
+
+H200_TRACE = Path(__file__).parents[1] / "explain" / "h200_two_blocks.json.gz"
+# ms-swift, add_train_message and PerfMetricsLogCallback
+SWIFT = {"loss": 1.9, "MFU": 0.11, "global_step/max_steps": "5/100", "percentage": "5.00%", "elapsed_time": "3s"}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "kind"),
+    [
+        ("trace.json.gz", H200_TRACE.read_bytes(), SourceKind.TRACES),
+        ("of_powershell.json", '{"traceEvents": []}'.encode("utf-16"), SourceKind.TRACES),
+        ("any.jsonl", b'{"step": 1, "step_s": 2.0}\n', SourceKind.RECORDS),
+        ("metrics.jsonl", b"", SourceKind.RECORDS),  # of a run that has just begun
+        ("logging.jsonl", json.dumps(SWIFT).encode() + b"\n", SourceKind.LOG),
+        ("titan.log", titan_lines(1).encode(), SourceKind.LOG),
+        ("shapes.parquet", b"PAR1\x15\x04\x00\x00", SourceKind.FOREIGN),
+        ("nothing", b"", SourceKind.FOREIGN),
+    ],
+)
+def test_the_kind_of_a_source_is_asked_once(tmp_path, monkeypatch, name, content, kind):
+    path, opened = tmp_path / name, []
+    path.write_bytes(content)
+    open_plain = explain_sources.open_plain
+    monkeypatch.setattr(explain_sources, "open_plain", lambda file: opened.append(file) or open_plain(file))
+    source = source_of(path)
+    assert (source.kind, source.files, opened) == (kind, (path,), [path])
 
 
 def test_an_archive_of_ranks_is_explained_as_one_job(headway, tmp_path):
