@@ -1,4 +1,4 @@
-"""Rows as other tools' documentation writes them, and tables as `datasets` saves them."""
+"""Rows as people and other tools write them and name their columns, and tables as `datasets` saves them."""
 
 import json
 
@@ -11,7 +11,8 @@ from PIL import Image
 from transformers.utils.chat_template_utils import render_jinja_template
 from trl.data_utils import prepare_multimodal_messages
 
-from headway.data import ImagePart, Media, Message, TextPart
+from headway.data import ImagePart, Media, Message, TextPart, read_samples
+from headway.data.samples import Document, Preference
 from headway.data.sources import open_source
 from headway.errors import DataError
 
@@ -83,6 +84,19 @@ ROUND = [("user", "Two?"), ("assistant", "Red.")]
         ({"messages": [{"role": "User", "content": "Two?"}, {"role": "model", "content": "Red."}]}, ROUND),
         ({"messages": [{"role": "human", "content": "Two?"}, {"role": "BOT", "content": "Red."}]}, ROUND),
         ({"conversations": [{"from": "Human", "value": "Two?"}, {"from": "bot", "value": "Red."}]}, ROUND),
+        # Columns by other names: capitals and spaces do not count, unless another has the exact one.
+        ({"Question": "Two?", "Answer": "Red."}, ROUND),
+        ({" question": "Two?", "answer ": "Red."}, ROUND),
+        ({"QUERY": "other", "query": "Two?", "response": "Red."}, ROUND),
+        ({"question": "Two?", "response": "Red."}, ROUND),
+        ({"input": "Two?", "target": "Red."}, ROUND),
+        ({"inputs": "Two?", "targets": "Red."}, ROUND),
+        ({"source": "Two?", "target": "Red."}, ROUND),
+        ({"user": "Two?", "assistant": "Red."}, ROUND),
+        ({"human": "Two?", "assistant": "Red."}, ROUND),
+        ({"document": "Two?", "summary": "Red."}, ROUND),
+        ({"Text": "Two?", "Label": "Red."}, ROUND),
+        ({"text": "Two?", "label": " Red. "}, ROUND),
         # Answers that are numbers, as those of VQA's counts.
         ({"question": "Two?", "answer": 3}, [ROUND[0], ("assistant", "3")]),
         ({"question": "Two?", "answer": 0.5}, [ROUND[0], ("assistant", "0.5")]),
@@ -312,3 +326,111 @@ def test_pictures_of_a_table_are_found_by_part_and_by_path(folder):
     chat = open_source(folder / "rows.parquet")[0]
     assert [part.media.data is not None for part in chat.parts if isinstance(part, ImagePart)] == [True, False]
     assert chat.images[1] == Media(str(folder / "b.png"))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"image_path": "a.png", "caption": "a pet"},
+        {"filename": "a.png", "label": "a pet"},
+        {"img": "a.png", "text": "a pet"},
+        {"Image": "a.png", "text": "a pet"},
+        {"img_path": "a.png", "path": "elsewhere/b.png", "caption": "a pet"},
+        {"path": "a.png", "caption": "a pet"},
+    ],
+)
+def test_a_column_that_names_a_picture(read, row):
+    chat = read(row)
+    assert [part.kind for part in chat.messages[0].parts] == ["image"]
+    assert chat.messages[1].text == "a pet"
+
+
+def test_a_path_or_an_address_that_is_no_picture_is_left_where_it_is(read):
+    for row in (
+        {"text": "print(1)", "path": "src/main.py"},
+        {"text": "a page", "file_name": "scans/a.png"},
+        {"text": "a page", "image_url": "https://example.com/a.png"},
+    ):
+        assert isinstance(read(row), Document)
+
+
+def test_metadata_that_call_the_file_otherwise_are_of_the_pictures_beside_them(tmp_path):
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    (tmp_path / "metadata.csv").write_text("filename,text\na.png,a pet\n")
+    (chat,) = read_samples(tmp_path)
+    assert [part.kind for part in chat.messages[0].parts] == ["image"]
+
+
+def test_a_context_stands_behind_an_instruction_and_before_a_question(read):
+    dolly = {"instruction": "When?", "context": "It was in 1066.", "response": "1066", "category": "closed_qa"}
+    assert words(read(dolly)) == [("user", "When?\nIt was in 1066."), ("assistant", "1066")]
+    squad = {"question": "When?", "context": "It was in 1066.", "answer": "1066"}
+    assert words(read(squad)) == [("user", "It was in 1066.\nWhen?"), ("assistant", "1066")]
+    assert words(read(dolly | {"context": ""})) == [("user", "When?"), ("assistant", "1066")]
+
+
+def test_a_context_is_not_read_where_columns_are_named(read):
+    row = {"q": "When?", "context": "It was in 1066.", "a": "1066"}
+    sample = read(row, columns={"question": "q", "answer": "a"})
+    assert words(sample) == [
+        ("user", "When?"),
+        ("assistant", "1066"),
+    ]
+
+
+def test_a_system_prompt_opens_a_question_and_not_a_chat_that_has_its_own(read):
+    orca = {"id": 1, "system_prompt": "Be brief.", "question": "When?", "response": "1066"}
+    assert words(read(orca)) == [("system", "Be brief."), ("user", "When?"), ("assistant", "1066")]
+    own = [{"role": "system", "content": "Be long."}, {"role": "user", "content": "When?"}]
+    chat = {"system_prompt": "Be brief.", "messages": [*own, {"role": "assistant", "content": "1066"}]}
+    assert words(read(chat))[0] == ("system", "Be long.")
+
+
+def test_openais_pair_of_outputs_is_a_preference(read):
+    shown = {"messages": [{"role": "user", "content": "Hello"}], "tools": [], "parallel_tool_calls": True}
+    outputs = ([{"role": "assistant", "content": words}] for words in ("Good day.", "What?"))
+    sample = read(dict(zip(("input", "preferred_output", "non_preferred_output"), (shown, *outputs), strict=True)))
+    assert isinstance(sample, Preference)
+    assert [words(chat)[-1][1] for chat in sample.chats] == ["Good day.", "What?"]
+
+
+@pytest.mark.parametrize("separator", ["|", "\t", ";", ","])
+def test_a_csv_by_the_separator_of_its_first_line(tmp_path, separator):
+    lines = [("text", "label"), ("A fine film", "good")]
+    (tmp_path / "a.csv").write_text("".join(f"{separator.join(line)}\n" for line in lines))
+    (chat,) = read_samples(tmp_path / "a.csv")
+    assert words(chat) == [("user", "A fine film"), ("assistant", "good")]
+
+
+def test_a_json_file_with_an_object_on_each_line_is_read_as_such(tmp_path):
+    rows = [{"question": f"{n}?", "answer": n} for n in range(3)]
+    (tmp_path / "a.json").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [words(chat)[1][1] for chat in read_samples(tmp_path / "a.json")] == ["0", "1", "2"]
+    (tmp_path / "a.json").write_text(json.dumps({"data": rows}))
+    with pytest.raises(DataError, match="must be an array of objects"):
+        read_samples(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize(
+    ("name", "way_out"),
+    [
+        ("a.xlsx", "Save the sheet as CSV in UTF-8"),
+        ("a.zip", "Unpack it, and give the folder"),
+        ("a.pdf", "Save its words as .txt"),
+        ("a.md", "Name the format text"),
+        ("a.pkl", "Write its rows as JSON Lines or Parquet"),
+        ("a.png", "It is one image: give its folder"),
+    ],
+)
+def test_a_file_of_another_kind_has_its_way_out(tmp_path, name, way_out):
+    (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(DataError, match=way_out):
+        read_samples(tmp_path / name)
+
+
+def test_pictures_of_a_kind_that_is_not_read_are_named(tmp_path):
+    for name in ("cat/0.heic", "dog/0.png"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(DataError, match=r"holds cat/0\.heic, and pictures of the kind \.heic are not read"):
+        read_samples(tmp_path)

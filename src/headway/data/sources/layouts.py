@@ -39,6 +39,8 @@ _ALIKE = 0.8  # likeness of names such as answer_0 and answer_1
 _MOST_FREE = 64  # columns among which a mapping is looked for
 
 Pairs = tuple[tuple[str, str], ...]
+Kinds = Mapping[str, str]
+"""Kinds of the values of columns that hold something, as `_kind` tells them."""
 
 
 @dataclass(frozen=True)
@@ -81,12 +83,11 @@ class Layout:
         """Its columns, as people map them."""
         return mapping({name: name for name, _ in self.columns if name != MEDIA})
 
-    def fits(self, facts: Collection[str]) -> bool:
-        """Tell whether a row of these facts has its columns; an empty list may be one, but of no preference."""
-        forms = dict(self.forms)
+    def fits(self, kinds: Mapping[str, str]) -> bool:
+        """Tell whether columns of these kinds are its own; an empty list may be one, but of no preference."""
+        forms, others = dict(self.forms), ("turns", "empty") if self.makes == "preference" else ("turns",)
         return all(
-            (f"{name}:{forms[name]}" if name in forms else name) in facts
-            or (self.makes != "preference" and name not in forms and f"{name}:empty" in facts)
+            name in kinds and (kinds[name] == forms[name] if name in forms else kinds[name] not in others)
             for name, _ in self.columns
         )
 
@@ -115,24 +116,19 @@ class RowReading(NamedTuple):
 def _pairs(words: str) -> Pairs:
     """Names and what stands behind "=" in them; the name itself where nothing does."""
     parts = [word.partition("=") for word in words.split()]
-    return tuple((name.partition(":")[0], role or name.partition(":")[0]) for name, _, role in parts)
+    return tuple((name, role or name) for name, _, role in parts)
 
 
-def _forms(words: str) -> Pairs:
-    names = [word.partition("=")[0].partition(":") for word in words.split()]
-    return tuple((name, form) for name, _, form in names if form)
-
-
-def _layout(schema: str, columns: str, marks: Collection[Any] = (), **settings: Any) -> Layout:
-    settings = _TABLE["schemas"][schema] | settings
-    reads = _pairs(settings.pop("reads", ""))
-    pairs = _pairs(columns)
+def _layout(schema: str, columns: str, reads: str = "", marks: Collection[Any] = (), **settings: Any) -> Layout:
+    """An entry of the table; behind ":" in a column's name stands the form of its value."""
+    forms = tuple((name, form) for name, form in re.findall(r"(\w+):(\w+)", columns))
+    pairs = _pairs(re.sub(r":\w+", "", columns))
     has_class = "label" in dict(pairs)
-    return Layout(schema, pairs, _forms(columns), reads=reads, has_class=has_class, marks=tuple(marks), **settings)
+    return Layout(schema, pairs, forms, reads=_pairs(reads), has_class=has_class, marks=tuple(marks), **settings)
 
 
 _TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
-LAYOUTS = tuple(_layout(**row) for row in _TABLE["layouts"])
+LAYOUTS = tuple(_layout(**_TABLE["schemas"][row["schema"]] | row) for row in _TABLE["layouts"])
 """All layouts, in the order of the table."""
 SCHEMAS = ("auto", *_TABLE["schemas"])
 """Values of `schema`; "auto" takes the layout that a row has."""
@@ -247,7 +243,7 @@ def _resolved(
     """
     own_names = _own_names(columns)
     kind_of_column = dict(zip(own_names, kinds, strict=True))
-    facts = frozenset(fact for name, kind in kind_of_column.items() for fact in _facts(name, kind))
+    present = {name: kind for name, kind in kind_of_column.items() if kind != "null" or name in _NULLABLE}
     media = {name: name for name in kind_of_column if name in MEDIA_COLUMNS}
     filled = {MEDIA_COLUMNS[name] for name in media if not kind_of_column[name]}
     paths = _paths(kind_of_column, filled, MEDIA_PATHS)
@@ -255,7 +251,7 @@ def _resolved(
 
     def fitting(paths: Mapping[str, str]) -> tuple[Layout, ...]:
         is_pictured = has_members or bool(filled) or bool(paths)
-        return _fitting(facts | ({MEDIA} if is_pictured else set()), schema, mapped)
+        return _fitting(present | ({MEDIA: ""} if is_pictured else {}), schema, mapped)
 
     layouts = fitting(paths)
     if files and (names_files or not layouts):
@@ -263,11 +259,11 @@ def _resolved(
         layouts = fitting(paths)
     elif files and layouts[0].names_file and not any(kind_of_column[name].endswith("?") for name in files):
         paths = paths | files
-    if len(layouts) == 1 and layouts[0].schema == "rejected" and len(chats := _chats(facts, mapped)) > 1:
+    if len(layouts) == 1 and layouts[0].schema == "rejected" and len(chats := _chats(present, mapped)) > 1:
         layouts = chats
     if len(layouts) != 1:
         return layouts, {kind: own_names[name] for name, kind in paths.items()}
-    roles = dict(_roles(layouts[0], facts, mapped)) | media
+    roles = dict(_roles(layouts[0], present, mapped)) | media
     roles = {name: role for name, role in roles.items() if role not in paths.values() or name not in media} | paths
     roles = {own_names[name]: role for name, role in roles.items() if name in own_names}
     table_names = {own: name for name, own in own_names.items()}
@@ -286,16 +282,9 @@ def _paths(kinds: Mapping[str, str], filled: set[str], columns: Iterable[str]) -
     return paths
 
 
-def _facts(name: str, kind: str) -> tuple[str, ...]:
-    """Facts that layouts need of a column: its name if it holds something, and the form of its value."""
-    if kind == "null":
-        return (name,) if name in _NULLABLE else ()
-    return (f"{name}:{kind}",) if kind in ("empty", "turns") else (name, f"{name}:{kind}")
-
-
-def _fitting(facts: frozenset[str], schema: str, mapped: frozenset[str], least_rank: int = 0) -> tuple[Layout, ...]:
+def _fitting(kinds: Kinds, schema: str, mapped: frozenset[str], least_rank: int = 0) -> tuple[Layout, ...]:
     """The layouts that a set of columns has: one, or none, or several between which nothing decides."""
-    layouts = [layout for layout in LAYOUTS if layout.rank >= least_rank and layout.fits(facts)]
+    layouts = [layout for layout in LAYOUTS if layout.rank >= least_rank and layout.fits(kinds)]
     layouts = [layout for layout in layouts if layout.schema == schema or (schema == "auto" and not layout.by_name)]
     needs = {layout: {name for name, _ in layout.columns} for layout in layouts}
 
@@ -309,7 +298,7 @@ def _fitting(facts: frozenset[str], schema: str, mapped: frozenset[str], least_r
     least = min((layout.rank for layout in layouts), default=0)
     layouts = [layout for layout in layouts if layout.rank == least]
     # Of one rank the layout that reads every column of the other loses nothing; of two that do the first is taken.
-    reads = {layout: {MEDIA, *dict(_roles(layout, facts, mapped))} for layout in layouts}
+    reads = {layout: {MEDIA, *dict(_roles(layout, kinds, mapped))} for layout in layouts}
 
     def beats(layout: Layout, other: Layout) -> bool:
         is_mutual = needs[layout] <= reads[other]
@@ -323,18 +312,17 @@ def _fitting(facts: frozenset[str], schema: str, mapped: frozenset[str], least_r
     return tuple(best)
 
 
-def _roles(layout: Layout, facts: frozenset[str], mapped: frozenset[str]) -> list[tuple[str, str]]:
+def _roles(layout: Layout, kinds: Kinds, mapped: frozenset[str]) -> list[tuple[str, str]]:
     """Columns that a layout reads of those that a row has, and their roles: one column for each."""
     roles = [(name, role) for name, role in layout.columns if name != MEDIA]
     wanted = [*layout.reads, *((name, name) for name in _IN_CHATS if layout.makes != "document")]
     if layout.schema == "rejected":  # beside a chat, whose columns are its own
-        for chat in _chats(facts, mapped)[:1]:
-            wanted += _roles(chat, facts, mapped)
-        wanted += [(name, name) for name in sorted(facts) if name.startswith("rejected_")]
+        for chat in _chats(kinds, mapped)[:1]:
+            wanted += _roles(chat, kinds, mapped)
+        wanted += [(name, name) for name, kind in kinds.items() if name.startswith("rejected_") and kind != "empty"]
     elif layout.makes == "preference":
         required = dict(roles)
-        free = [pair for pair in _PROMPTS["names"] if pair[0] not in required]
-        prompt = next((pair for pair in free if {pair[0], f"{pair[0]}:empty", f"{pair[0]}:turns"} & facts), None)
+        prompt = next((pair for pair in _PROMPTS["names"] if pair[0] in kinds and pair[0] not in required), None)
         if prompt is not None:
             roles.append(prompt)
             wanted += _PROMPTS.get(prompt[1], ())
@@ -342,15 +330,15 @@ def _roles(layout: Layout, facts: frozenset[str], mapped: frozenset[str]) -> lis
     if mapped:  # only what is mapped counts, and what has the name by which it is read
         wanted = [(name, role) for name, role in wanted if name == role != "context" or name in mapped]
     for name, role in wanted:
-        if {name, f"{name}:empty"} & facts and not any(name == own or role == other for own, other in roles):
+        if kinds.get(name, "turns") != "turns" and not any(name == own or role == other for own, other in roles):
             roles.append((name, role))
     return roles
 
 
-def _chats(facts: frozenset[str], mapped: frozenset[str]) -> tuple[Layout, ...]:
+def _chats(kinds: Kinds, mapped: frozenset[str]) -> tuple[Layout, ...]:
     """Layouts of the chat beside which a rejected answer stands."""
-    others = frozenset(fact for fact in facts if not fact.startswith("rejected_"))
-    return _fitting(others - {MEDIA}, "auto", mapped & others, 1)
+    others = {name: kind for name, kind in kinds.items() if name != MEDIA and not name.startswith("rejected_")}
+    return _fitting(others, "auto", mapped & others.keys(), 1)
 
 
 def _refusal(fields: Mapping[str, Any], layouts: tuple[Layout, ...], media: dict[str, str], schema: str) -> DataError:
@@ -361,7 +349,7 @@ def _refusal(fields: Mapping[str, Any], layouts: tuple[Layout, ...], media: dict
             "choose one, because it would lose the columns of the others. Name the columns that you mean, with "
             f"{' or '.join(layout.mapping for layout in layouts)}, or remove the others."
         )
-    way = proposed_columns(fields, media)
+    way = _proposed_columns(fields, media)
     allowed = {layout.schema: layout for layout in reversed(LAYOUTS) if schema in ("auto", layout.schema)}
     if schema == "auto" or allowed[schema].makes != "preference":
         own_names = _own_names(tuple(fields))
@@ -379,16 +367,12 @@ def mapping(columns: Mapping[str, str]) -> str:
     return str(Argument("columns", dict(columns)))
 
 
-def proposed_columns(fields: Mapping[str, Any], media: dict[str, str]) -> str:
+def _proposed_columns(fields: Mapping[str, Any], media: dict[str, str]) -> str:
     """A mapping of columns with which a row could be read, in the words of whoever asked.
 
-    Columns that have a role by their names keep it, and columns of media are always in it.
+    Columns that have a role by their names keep it. Those that name files of media, given by their kinds, are in it.
 
-    Args:
-        fields: the row's columns.
-        media: columns that name files of media, by their kinds.
-
-    >>> proposed_columns({"image": "a.png", "question": "What?", "id": 3, "best_answer": "A cat."}, {})
+    >>> _proposed_columns({"image": "a.png", "question": "What?", "id": 3, "best_answer": "A cat."}, {})
     "columns={'answer': 'best_answer'}"
     """
     names = _own_names(tuple(fields))

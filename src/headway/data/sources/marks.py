@@ -136,9 +136,6 @@ def check_columns_of(fields: Mapping[str, Any], *, ways: str, is_chat: bool = Tr
         fields: the row's columns that are not read, and its grades; null ones left out.
         ways: columns that could be named instead, for messages to people.
         is_chat: whether the row becomes a chat; `marked` reads lists of marks of its turns.
-
-    Raises:
-        DataError: it has such a column.
     """
     for name, value in fields.items():
         reason = REFUSED_COLUMNS.get(name)
@@ -166,18 +163,12 @@ def _is_mark(name: str, value: Any) -> bool:
 def marked(
     messages: tuple[Message, ...], columns: Mapping[str, Any], asides: Mapping[str, Any]
 ) -> tuple[tuple[Message, ...], bool | None]:
-    """Turns of a chat with the marks that its row lists, one for each, and its grade.
+    """Turns of a chat with the marks that its row lists, and whether its answer is wished for, if it is graded for KTO.
 
     Args:
         messages: the turns.
         columns: the row's columns by their roles, null ones too.
         asides: its columns that are not read and speak of learning.
-
-    Returns:
-        The turns, and whether a chat's answer is wished for, of data for KTO; None of a chat that is not graded.
-
-    Raises:
-        DataError: a list has another length, or says of a turn what is not done; grades differ; nothing is learnt.
 
     >>> turns = (Message("user", ()), Message("assistant", ()), Message("assistant", ()))
     >>> [turn.learnt for turn in marked(turns, {}, {"loss_mask": [0, 0, 1]})[0]]
@@ -196,10 +187,7 @@ def marked(
             "false. Grade the row, or leave it out."
         )
     messages = only_answer(messages) if grades else messages
-    box = (
-        next((box for box in _BOXES for turn in messages if box in turn.text), None) if columns.get("objects") else None
-    )
-    if box is not None:
+    if columns.get("objects") and (box := next((box for box in _BOXES for turn in messages if box in turn.text), None)):
         raise DataError(
             f'the words hold {box}, which ms-swift replaces by the boxes of "objects", and Headway would learn as a '
             "word. Write the boxes into the words, in the form that the model was trained with."
@@ -241,16 +229,7 @@ def behind_question(messages: Sequence[Message]) -> int:
 
 
 def is_learnt(turn: Mapping[str, Any], role: str, where: str) -> bool:
-    """Tell whether a turn of the assistant is learnt, by the marks that it has.
-
-    Args:
-        turn: the turn as it was written.
-        role: who speaks.
-        where: the turn, for messages to people.
-
-    Raises:
-        DataError: a mark between 0 and 1, one that is not plain, one for a part of the turn, or one to learn what
-            another than the assistant says.
+    """Tell whether a turn of the assistant is learnt, by the marks that it has, which must be plain.
 
     >>> is_learnt({"role": "assistant", "content": "Ho", "trainable": False}, "assistant", "message 2")
     False
@@ -288,10 +267,6 @@ def check_part(part: Mapping[str, Any], where: str) -> None:
 
 def unread_keys(fields: Mapping[str, Any], roles: Mapping[str, str]) -> set[str]:
     """Columns of a row and keys of its turns and parts that are neither read, nor repeat what is, nor are harmless.
-
-    Args:
-        fields: the row's columns.
-        roles: those that are read, and the names under which they are.
 
     >>> row = {"messages": [{"role": "user", "content": "Hi", "mood": 1}], "id": 1, "good": False}
     >>> sorted(unread_keys(row, {"messages": "messages"}))

@@ -90,9 +90,6 @@ def read_turns(value: Any, column: str, media: RowMedia, has_markers: bool = Tru
         column: where they stand, for messages to people; of turns with neither key, "conversations" means "from".
         media: the row's media.
         has_markers: whether markers are looked for; otherwise they are words.
-
-    Raises:
-        DataError: it is something else; the message names the turn.
     """
     turns = rounds_as_turns(turns_of(value, column))
     first = turns[0].keys() if isinstance(turns[0], dict) else set[str]()
@@ -108,12 +105,7 @@ def read_turns(value: Any, column: str, media: RowMedia, has_markers: bool = Tru
 
 
 class _Turns:
-    """Reads the turns of a chat one after the other; knows the tools that were called.
-
-    Args:
-        media: the row's media.
-        markers: kinds of media that markers in words stand for.
-    """
+    """Reads the turns of a chat one after the other; knows the tools that were called."""
 
     def __init__(self, media: RowMedia, markers: set[str]) -> None:
         self.messages: list[Message] = []

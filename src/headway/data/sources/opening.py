@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -35,20 +36,10 @@ FORMATS: dict[str, type[Reader]] = {
 """Readers by the names of their formats."""
 
 EXTENSIONS = {
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".json": "json",
-    ".csv": "csv",
-    ".tsv": "csv",
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-    ".feather": "arrow",
-    ".tar": "webdataset",
-    ".tgz": "webdataset",
-    ".txt": "text",
-    ".npy": "tokens",
-    ".bin": "tokens",
-}
+    ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet",
+    ".arrow": "arrow", ".feather": "arrow", ".tar": "webdataset", ".tgz": "webdataset", ".txt": "text",
+    ".npy": "tokens", ".bin": "tokens",
+}  # fmt: skip
 """Formats by extension; .gz and .zst may follow, except behind tables, which compress within."""
 
 _METADATA_FILES = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
@@ -168,19 +159,16 @@ def own_names(paths: Sequence[str], chosen: Sequence[str | None] | None = None) 
     plain = [_public(path) for path in paths]
     parts = [[*path.rstrip("/").split("/")[:-1], _short_name(path)] for path in plain]
     names = [name or part[-1] for name, part in zip(chosen, parts, strict=True)]
+
+    def are_shared() -> list[bool]:
+        by_path = Counter(name for name, _ in {*zip(names, paths, strict=True)})
+        return [own is None and by_path[name] > 1 for name, own in zip(names, chosen, strict=True)]
+
     for depth in range(2, 1 + max(map(len, parts), default=0)):
-        of_one_name: dict[str, set[str]] = {}
-        for name, path in zip(names, paths, strict=True):
-            of_one_name.setdefault(name, set()).add(path)
-        names = [
-            "/".join(part[-depth:]) if own is None and len(of_one_name[name]) > 1 else name
-            for name, part, own in zip(names, parts, chosen, strict=True)
-        ]
+        longer = ["/".join(part[-depth:]) for part in parts]
+        names = [new if is_shared else name for is_shared, new, name in zip(are_shared(), longer, names, strict=True)]
     # In one folder the extensions tell.
-    return [
-        path if own is None and len({p for n, p in zip(names, paths, strict=True) if n == name}) > 1 else name
-        for name, path, own in zip(names, plain, chosen, strict=True)
-    ]
+    return [path if is_shared else name for is_shared, path, name in zip(are_shared(), plain, names, strict=True)]
 
 
 def _short_name(path: str) -> str:

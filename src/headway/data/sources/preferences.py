@@ -125,9 +125,6 @@ def rows_of_answers(fields: Row, schema: str, names: Mapping[str, str], marks: S
         schema: of preferences.
         names: the columns' own names, by their roles.
         marks: values of a mark with which the first answer is better, and the second.
-
-    Raises:
-        DataError: the columns hold no such answers, or none that is better.
     """
     return _ROWS[schema](fields, names, marks)
 
@@ -369,12 +366,7 @@ def beginning_as(chat: Chat, others: Sequence[Chat]) -> Chat:
 def preference_of(chats: Sequence[Chat], *, is_explicit: bool) -> Preference:
     """Join the chats of a row's answers, the best first, which must begin alike.
 
-    Args:
-        chats: one for each answer.
-        is_explicit: whether turns that are not learnt are the prompt, and all behind is the answer.
-
-    Raises:
-        DataError: they do not share a prompt, two are the same, or an answer is empty.
+    If the answers are explicit, turns that are not learnt are the prompt, and all behind is the answer.
     """
     turns = {id(turn): turn for chat in chats for turn in chat.messages}
     key_of = {number: _key(turn) for number, turn in turns.items()}  # a turn of several chats once

@@ -146,11 +146,7 @@ def until_damage(items: Iterable[T]) -> Iterator[T | DataError]:
 
 
 def lasting(damage: DataError, file: File) -> str:
-    """Message of a damage by which a file always ends before its time.
-
-    Raises:
-        DataError: another attempt may succeed, as where the file is out of reach; this is not to be kept.
-    """
+    """Message of a damage by which a file always ends before its time; raised where another attempt may succeed."""
     cause = damage.__cause__
     if not file.is_local or (isinstance(cause, OSError) and cause.errno is not None):
         raise DataError(f"{file.url}: {damage}") from cause

@@ -115,16 +115,7 @@ class RowMedia:
         return PARTS[kind](self.waiting[kind].pop(0))
 
     def named(self, kind: str, value: Any, frames_per_s: float = FRAMES_PER_S) -> Part:
-        """Media that a message names itself.
-
-        Args:
-            kind: of the media.
-            value: a path, URL, data URI, bytes, an object that holds one of them, or a video's list of frames.
-            frames_per_s: rate of a list of frames [1/s].
-
-        Raises:
-            DataError: it is no such thing, leaves the root, or is remote.
-        """
+        """Media that a message names: by a path, URL, data URI, bytes, an object of these, or as a video's frames."""
         media = self._media(kind, value, frames_per_s)
         own_media = media.frames or (media,)
         waiting = self.waiting["image" if media.frames else kind]
@@ -294,12 +285,6 @@ def _is_frame(name: Any) -> bool:
 def below(root: str, kind: str, name: str, is_there: Callable[[str], bool] = os.path.isfile) -> str:
     """Join a path that a row names to the dataset's root.
 
-    Args:
-        root: folder or URL of the dataset's media.
-        kind: of the media, for messages to people.
-        name: the path.
-        is_there: whether what is looked for is at a path of this machine.
-
     Raises:
         DataError: it leaves the root, by its words or by a link; or nothing is there (looked for on this machine only).
     """
@@ -357,15 +342,7 @@ def _real(root: str) -> str:
 def inline_bytes(kind: str, words: str, *, is_base64: bool = False) -> bytes | None:
     """Bytes of media within a row's words: a data URI, or base64, told by how files of media begin; None of a name.
 
-    Args:
-        kind: of the media, for messages to people.
-        words: as the row has them.
-        is_base64: whether they are known to be base64, with or without line breaks.
-
-    Raises:
-        DataError: they are damaged or too large.
-
-    Source: RFC 2397.
+    Words that are known to be base64 may have line breaks. Source: RFC 2397.
 
     >>> inline_bytes("image", "data:text/plain;base64,SGk="), inline_bytes("image", "a.png")
     (b'Hi', None)

@@ -62,7 +62,7 @@ class Normaliser:
         """Read a row.
 
         Raises:
-            DataError: the row does not have the schema's form.
+            DataError: no layout fits, or the row does not have the schema's form.
         """
         fields, reading = self.reading(row)
         layout, columns = reading.layout, reading(fields)
@@ -95,11 +95,7 @@ class Normaliser:
         return preference_of(chats, is_explicit=all("completion" in chat_row for chat_row in chat_rows))
 
     def reading(self, row: ParsedRow) -> tuple[Mapping[str, Any], RowReading]:
-        """A row's columns, those that are mapped under the names that they are mapped to, and what they mean.
-
-        Raises:
-            DataError: the row lacks a column that is mapped, or fits no layout, or two.
-        """
+        """A row's columns, those that are mapped under the names that they are mapped to, and what they mean."""
         fields = _renamed(row.fields, self.columns) if self.columns else row.fields
         return fields, reading_of(
             fields,
