@@ -7,9 +7,8 @@ import time
 import pytest
 
 from headway.config import parse_config
-from headway.train.progress import Progress
+from headway.train.progress import Progress, RunWarnings
 from headway.train.run import train
-from headway.train.warnings import RunWarnings
 
 
 def record(step, *, wall_s=1.0, waits_s=0.0, tokens=1000, slots=1000):
@@ -103,7 +102,7 @@ def test_a_real_run_whose_packs_come_late_is_warned(raw, monkeypatch, capsys):
         return pack
 
     monkeypatch.setattr(make.PackMaker, "__call__", late)
-    monkeypatch.setattr("headway.train.warnings._EVERY", 8)
+    monkeypatch.setattr("headway.train.progress._EVERY", 8)
     raw["optim"]["steps"] = 10
     train(parse_config(raw))
     told = capsys.readouterr().err

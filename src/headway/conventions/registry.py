@@ -4,7 +4,7 @@ import difflib
 import re
 from functools import cache
 
-from headway.conventions import flux, maxtext, megatron, nemo, ours, rl_trainers, veomni, verl, weights
+from headway.conventions import maxtext, megatron, nemo, ours, rl_trainers, veomni, verl, weights
 from headway.conventions.convention import Convention
 from headway.errors import UnknownConventionError
 from headway.plugins import hooks_of_all
@@ -44,7 +44,7 @@ _ALL = (
     Convention(
         "torchtitan-flux", "2026-08", "torchtitan",
         "embedders for every token of text and picture, half of attention's pairs; no autoencoder, no text encoders",
-        flux.torchtitan_flux, "joint", "segments", "rows", only="FluxTransformer2DModel",
+        weights.torchtitan_flux, "joint", "segments", "rows", only="FluxTransformer2DModel",
         seq_len=True,
     ),
     Convention(

@@ -232,7 +232,8 @@ def attend(
     elif own is not None:
         out_THD = masked_segments(q_THD, k_TKD, v_TKD, cu_N, own, scale, softcap, s_aux, dropout)
     else:
-        out_THD = _within_segments(q_THD, k_TKD, v_TKD, cu_N, longest, causal, window, scale, softcap, s_aux, dropout)
+        call = q_THD, k_TKD, v_TKD, cu_N, longest, causal, window, scale, s_aux
+        out_THD = _within_segments(call, softcap, dropout)
     if pack_split is not None:
         out_THD = heads_to_tokens(out_THD, query.shape[2], query.shape[1], pack_split)
     return out_THD.reshape(query.shape[0], query.shape[2], *out_THD.shape[1:]), None
@@ -265,20 +266,10 @@ def _check_plain(mask: Any, window: int | None, softcap: float | None, sinks_H: 
         )
 
 
-def _within_segments(
-    q_THD: torch.Tensor,
-    k_TKD: torch.Tensor,
-    v_TKD: torch.Tensor,
-    cu_N: torch.Tensor,
-    longest: int | None,
-    causal: bool,
-    window: int | None,
-    scale: float,
-    softcap: float | None,
-    sinks_H: torch.Tensor | None,
-    dropout: float,
-) -> torch.Tensor:
-    """Attend with the kernel for this device and these settings; shape (T, H, Dv)."""
+def _within_segments(call: tuple[Any, ...], softcap: float | None, dropout: float) -> torch.Tensor:
+    """Attend with the kernel for this device; arguments of a `CudaKernel`, and two settings that none of them has."""
+    q_THD: torch.Tensor
+    q_THD, k_TKD, v_TKD, cu_N, longest, causal, window, scale, sinks_H = call
     if q_THD.shape[1] == 0:  # more processes than heads: this one has none to attend with
         return q_THD.reshape(q_THD.shape[0], 0, v_TKD.shape[2])
     if q_THD.is_cuda:

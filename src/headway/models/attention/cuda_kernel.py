@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.nn.attention import (
@@ -23,30 +23,10 @@ from torch.nn.attention import (
 from headway.errors import ConfigError
 from headway.models.attention import ragged
 from headway.models.attention.segments import with_equal_heads
-from headway.models.attention.varlen import varlen_attention
+from headway.models.attention.varlen import CudaKernel, varlen_attention
 
 FA3, FA2 = PACKAGES = ("flash_attn_interface", "flash_attn")
 _HEAD_MULTIPLE = 8
-
-
-class CudaKernel(Protocol):
-    """Attention within segments on CUDA; arguments as in `segments.segment_attention`, and the longest segment."""
-
-    def __call__(
-        self,
-        q_THD: torch.Tensor,
-        k_TKD: torch.Tensor,
-        v_TKD: torch.Tensor,
-        cu_seqlens_N: torch.Tensor,
-        max_seqlen: int,
-        causal: bool,
-        window: int | None,
-        scale: float,
-        sinks_H: torch.Tensor | None,
-        /,
-    ) -> torch.Tensor:
-        """Attended values, shape (T, H, Dv)."""
-        ...
 
 
 @dataclass(frozen=True)

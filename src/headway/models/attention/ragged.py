@@ -62,28 +62,19 @@ def _difference(device: torch.device, causal: bool, window: int) -> float:
     return max(float((ours - theirs).norm() / theirs.norm()) for ours, theirs in zip(*results, strict=True))
 
 
-def cudnn_attention(
-    q_THD: torch.Tensor,
-    k_TKD: torch.Tensor,
-    v_TKD: torch.Tensor,
-    cu_seqlens_N: torch.Tensor,
-    max_seqlen: int,
-    causal: bool,
-    window: int | None,
-    scale: float,
-    sinks_H: torch.Tensor | None,
-) -> torch.Tensor:
-    """Attend within segments; arguments, values and errors as of `varlen.varlen_attention`, which runs what suits it.
+def cudnn_attention(*call: Any) -> torch.Tensor:
+    """Attend within segments; a `CudaKernel`, with the errors of `varlen.varlen_attention`, which runs what suits it.
 
     That is sinks and heads larger than 128 by the model, and short segments and small packs by the pack.
     """
+    q_THD, k_TKD, v_TKD, cu_seqlens_N, max_seqlen, causal, window, scale, sinks_H = call
     if sinks_H is not None or max(q_THD.shape[-1], v_TKD.shape[-1]) > _LARGEST_HEAD:
-        return varlen_attention(q_THD, k_TKD, v_TKD, cu_seqlens_N, max_seqlen, causal, window, scale, sinks_H)
+        return varlen_attention(*call)
     operands = flash_operands(q_THD, k_TKD, v_TKD)
     reach = window if causal and window is not None else -1
-    out: torch.Tensor
     out, _ = _ragged_attention(*operands, cu_seqlens_N.to(torch.int32), max_seqlen, causal, reach, scale)
-    return out.narrow(-1, 0, v_TKD.shape[-1])
+    values_THD: torch.Tensor = out.narrow(-1, 0, v_TKD.shape[-1])
+    return values_THD
 
 
 def suits(slots: int, segments: int, longest: int, heads: int) -> bool:

@@ -4,7 +4,7 @@ Tensor letters as in `attention`: H query heads, K key/value heads, T slots, D h
 """
 
 import inspect
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn.attention import varlen
@@ -18,26 +18,34 @@ _HEAD_MULTIPLE = 8
 _IS_TOLD_OF_GROUPS = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
 
 
-def varlen_attention(
-    q_THD: torch.Tensor,
-    k_TKD: torch.Tensor,
-    v_TKD: torch.Tensor,
-    cu_seqlens_N: torch.Tensor,
-    max_seqlen: int,
-    causal: bool,
-    window: int | None,
-    scale: float,
-    sinks_H: torch.Tensor | None,
-) -> torch.Tensor:
-    """Attend within segments; arguments as in `segments.segment_attention`, and the longest segment [tokens].
+class CudaKernel(Protocol):
+    """Attention within segments on CUDA; arguments as in `segments.segment_attention`, and the longest segment."""
 
-    Returns:
-        Attended values, shape (T, H, Dv).
+    def __call__(
+        self,
+        q_THD: torch.Tensor,
+        k_TKD: torch.Tensor,
+        v_TKD: torch.Tensor,
+        cu_seqlens_N: torch.Tensor,
+        max_seqlen: int,
+        causal: bool,
+        window: int | None,
+        scale: float,
+        sinks_H: torch.Tensor | None,
+        /,
+    ) -> torch.Tensor:
+        """Attended values, shape (T, H, Dv)."""
+        ...
+
+
+def varlen_attention(*call: Any) -> torch.Tensor:
+    """Attend within segments; a `CudaKernel`.
 
     Raises:
         ConfigError: the tensors are neither bfloat16 nor float16, or the heads are larger than the kernel takes.
     """
-    q, k, v = flash_operands(q_THD, k_TKD, v_TKD)
+    *qkv_THD, cu_seqlens_N, max_seqlen, causal, window, scale, sinks_H = call
+    q, k, v = flash_operands(*qkv_THD)
     cu = cu_seqlens_N.to(torch.int32)
     # The kernel itself cuts windows wider than every segment; a comparison here would be compiled as two cases.
     left = window - 1 if window is not None else -1
@@ -50,7 +58,7 @@ def varlen_attention(
         attend: Any = _VarlenWithSinks.apply  # torch leaves it untyped
         out = attend(q, k, v, sinks_H, cu, max_seqlen, reach, scale)
     assert isinstance(out, torch.Tensor)
-    return out.narrow(-1, 0, v_TKD.shape[-1])
+    return out.narrow(-1, 0, qkv_THD[-1].shape[-1])
 
 
 def flash_operands(*qkv_THD: torch.Tensor) -> tuple[torch.Tensor, ...]:
