@@ -225,7 +225,7 @@ def _write(path: Path, content: bytes, *, new: bool) -> None:
     try:
         status = path.stat()
     except FileNotFoundError:
-        write_whole(Path(os.path.realpath(path)), lambda file: file.write(content))  # where a link leads to
+        write_whole(Path(os.path.realpath(path)), lambda file: file.write(content))  # a link is followed to its target
         return
     # The file that a stream of this process is redirected to, in whatever words: it goes on where the stream stands.
     for stream in (sys.stdout, sys.stderr):

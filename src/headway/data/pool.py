@@ -114,7 +114,8 @@ class Pool(Generic[Task, Result]):
         if workers:
             try:
                 self._pickled = pickle.dumps(work)
-            except (pickle.PicklingError, TypeError, AttributeError) as error:  # what pickle raises, by kind of object
+            # pickle raises one of these, by kind of object
+            except (pickle.PicklingError, TypeError, AttributeError) as error:
                 raise ConfigError(
                     f"The data's sources and encoder cannot be sent to worker processes: {error}. Give importable "
                     "functions and classes, or set workers to 0."

@@ -109,7 +109,7 @@ class MediaPart:
         media: the file or its bytes.
     """
 
-    kind: ClassVar[str]  # as `headway.count.modalities` names one item
+    kind: ClassVar[str]  # name of one item, as in `headway.count.modalities`
     media: Media
 
     def __init_subclass__(cls) -> None:

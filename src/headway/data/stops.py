@@ -145,7 +145,7 @@ def _plain(render: Render, special: SpecialTokens) -> Stop | str | None:
     written, before_turn = special.beginning(tail), special.beginning(followed)
     if not written and _MARKER.fullmatch(tail.strip()):
         return tail.strip()
-    # Of several tokens the last that is there whatever follows: a template may end the whole chat with one more.
+    # The last token that stands there whatever follows: a template may end the whole chat with one more.
     shared = [token for token, other in zip(written, before_turn, strict=False) if token == other]
     return Stop((shared or written[:1])[-1]) if written else None
 
@@ -207,6 +207,7 @@ def with_stops(settings: Any, stop_ids: set[int]) -> Any:
     own = settings.eos_token_id
     ids = [*(own if isinstance(own, list) else [] if own is None else [own])]
     ids += sorted(stop_ids - {*ids})
-    settings._from_model_config = False  # or transformers would derive them anew from the model's configuration
+    # keeps transformers from deriving the settings anew from the model's configuration
+    settings._from_model_config = False
     settings.eos_token_id = (ids if len(ids) > 1 else ids[0]) if ids else None
     return settings

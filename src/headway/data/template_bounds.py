@@ -26,14 +26,15 @@ from jinja2.runtime import BlockReference, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-MAX_SOURCE = 2**20  # of a template [characters]; the longest that models ship have some tens of thousands
+# length of the longest template [characters]; the longest that models ship have some tens of thousands
+MAX_SOURCE = 2**20
 MAX_STEPS = 2_000_000  # turns of loops and calls in one rendering; real chats take some thousands
-MAX_LENGTH = 100_000_000  # of one text [characters] or list; a tokenizer's own bound is far below
+MAX_LENGTH = 100_000_000  # length of the longest text [characters] or list; a tokenizer's own bound is far below
 MAX_MADE = 4_000_000_000  # all texts and lists that one rendering makes, one after another [characters, entries]
-MAX_SECONDS = 30.0  # of one rendering; the largest real ones take a tenth of a second [s]
-_MAX_WIDTH = 100_000  # to which a template may pad a text [characters]
-_MAX_PARTS = 2_000_000  # of a list or mapping, those within it included
-_MAX_BITS = 10_000  # of a product or power
+MAX_SECONDS = 30.0  # time of the longest rendering [s]; the largest real chats take a tenth of a second
+_MAX_WIDTH = 100_000  # width to which a template may pad a text [characters]
+_MAX_PARTS = 2_000_000  # parts of a list or mapping, the parts of its parts included
+_MAX_BITS = 10_000  # size of a product or power [bits]
 _RENDERING = threading.Lock()  # a compiled template counts, and notes the spans that it marks, while it renders
 
 # The width or precision of a format: %5d, {:5}; and one that an argument states: %*d, {:{}}.
@@ -57,7 +58,7 @@ def compile_template(source: str) -> Template:
         return _compiled(source)
     except TemplateSyntaxError:
         raise
-    except Exception as error:  # of Python's own compiler, as where expressions are nested too deeply
+    except Exception as error:  # Python's own compiler raises on expressions that are nested too deeply, for example
         raise TemplateSyntaxError(_reason(error), 1) from error
 
 
@@ -219,8 +220,8 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
     """The environment of chat templates, which counts: filters are checked, and each printed value is counted."""
 
     intercepted_binops = frozenset({"*", "**", "%", "+"})
-    texts: list[str]  # what a rendering has given so far
-    spans: list[tuple[int, int]]  # of it that the template marks
+    texts: list[str]  # texts that a rendering has given so far
+    spans: list[tuple[int, int]]  # spans of the joined texts that the template marks
 
     def __init__(self) -> None:
         extensions = [_Generation, "jinja2.ext.loopcontrols"]
@@ -274,7 +275,8 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
         """Call what a template calls, after a look at its arguments."""
         self.budget.make(self.text if isinstance(function, Macro | BlockReference) else 0)
         name = getattr(function, "__name__", type(function).__name__)
-        owner = getattr(getattr(function, "__wrapped__", function), "__self__", None)  # of `format`, the sandbox's own
+        # the text whose `format` the sandbox wraps
+        owner = getattr(getattr(function, "__wrapped__", function), "__self__", None)
         args = _settled(args) if name == "join" else args
         _check(name, self.budget, (owner, *args, *kwargs.values()))
         return super().call(context, function, *args, **kwargs)

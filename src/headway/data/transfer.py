@@ -89,7 +89,7 @@ def to_block(value: Any, new_block: Callable[[int], torch.Tensor] | None = None)
 
 def _shared_block(num_bytes: int) -> torch.Tensor:
     # Shared from the start, as torch's own collating does it: `share_memory_` would copy a block made elsewhere.
-    storage: Any = torch.UntypedStorage  # its methods are untyped
+    storage: Any = torch.UntypedStorage  # torch leaves the methods untyped
     return torch.empty(0, dtype=torch.uint8).set_(storage._new_shared(num_bytes))
 
 

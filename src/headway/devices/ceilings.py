@@ -37,11 +37,12 @@ DTYPES = {
 }
 
 TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp8": "float8_e4m3fn", "int8": "int8"}
-_LEAST_CAPABILITY = {"fp8": (8, 9), "int8": (7, 5), "bf16": (8, 0), "tf32": (8, 0)}  # of CUDA devices
+# compute capability that a CUDA device needs, by dtype
+_LEAST_CAPABILITY = {"fp8": (8, 9), "int8": (7, 5), "bf16": (8, 0), "tf32": (8, 0)}
 
 _SQUARES = (256, 512, 1024, 1536, 2048)
 _QUICK = TimeBudget(shape_s=0.4, total_s=2.0, min_repeats=3)
-_PATIENCE_S = 10.0  # for which a CPU with other work is measured again, until its rates settle
+_PATIENCE_S = 10.0  # longest time for which a CPU with other work is measured again [s]
 _FORMAT = 2
 _BUDGET = TimeBudget(shape_s=0.5, total_s=4.0, min_repeats=5)
 # Squares, and a projection as transformers have it (tokens x hidden x wider); in ascending work.
@@ -61,7 +62,7 @@ class Ceiling:
     device: str  # name of the device
     what: str  # the dtype of the products, such as "bf16"; or "copy"
     measurements: tuple[Measurement, ...]  # one per shape or size
-    measured_at: datetime  # when, in UTC
+    measured_at: datetime  # time of the measurement, in UTC
     is_cached: bool  # whether it was read from the cache
 
     @property
@@ -203,7 +204,7 @@ def _best_square(dtype_name: str, num_threads: int) -> Peak:
         measurements = sweep_matmul(torch.device("cpu"), dtypes[dtype_name], shapes, _QUICK)
     best = max(measurements, key=lambda measurement: measurement.best_per_s)
     threads = "1 thread" if num_threads == 1 else f"{num_threads} threads"
-    # they never settled: threads x the rate of one by its own processor time, which other work hardly moves
+    # rates that never settled: threads x the rate of one thread by its processor time, which other work hardly moves
     if not is_settled(measurements):
         per_thread = single_thread_rate(dtypes[dtype_name], shapes[:3], _QUICK)  # [FLOP/s]
         warnings.warn(
@@ -215,7 +216,7 @@ def _best_square(dtype_name: str, num_threads: int) -> Peak:
         )
         source = f"estimated at start, other work was running: {dtype_name} matmul of 1 thread x {num_threads}"
         return Peak(cpu_name(), max(num_threads * per_thread, best.best_per_s), dtype_name, source, "ceiling")
-    # they settled: the fastest repetition of any size
+    # rates that settled: the fastest repetition of any size
     shape = "x".join(map(str, best.shape))
     source = f"measured at start: {dtype_name} matmul {shape}, {threads}, best of repeats"
     return Peak(cpu_name(), best.best_per_s, dtype_name, source, "ceiling")

@@ -102,7 +102,7 @@ class _OneDnnLinear(nn.Linear):
             return super().forward(input)
         multiply: Any = _OneDnnProduct.apply  # torch leaves it untyped
         rows_TO: torch.Tensor = multiply(input.flatten(0, -2), self.weight, self.bias)
-        return rows_TO.view(*input.shape[:-1], self.weight.shape[0])  # of no rows, -1 would say nothing
+        return rows_TO.view(*input.shape[:-1], self.weight.shape[0])  # a size of -1 would say nothing for no rows
 
 
 class _OneDnnProduct(torch.autograd.Function):
@@ -126,7 +126,7 @@ class _OneDnnProduct(torch.autograd.Function):
 
 
 def _onednn_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    if not (x.numel() and weight.numel()):  # which oneDNN refuses; looked at here, where sizes are numbers
+    if not (x.numel() and weight.numel()):  # oneDNN refuses empty tensors; sizes are numbers here
         return F.linear(x, weight, bias)
     result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return result

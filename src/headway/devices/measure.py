@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 _MAX_REPEATS = 1000
 _COPY_PASSES = 2  # every byte is read once and written once
-_UNDISTURBED = 0.9  # of the time of all threads: what they had a core for, if nothing disturbed them
+_UNDISTURBED = 0.9  # least share of all threads' time with a core, if nothing disturbed the threads
 _AGREEMENT = 1.05  # the second fastest repetition over the fastest, at most, for both to be believed
 
 
@@ -176,7 +176,8 @@ def _matmul(device: "torch.device", dtype: "torch.dtype", shape: tuple[int, int,
     from headway.devices.cpu_products import product
 
     rows, inner, columns = shape
-    generator = torch.Generator(device).manual_seed(0)  # its own, so that the run's random state stays untouched
+    # a generator apart, so that the run's random state stays untouched
+    generator = torch.Generator(device).manual_seed(0)
     a_MK = torch.randn(rows, inner, generator=generator, device=device).to(dtype)
     if dtype.itemsize == 1:  # the narrow kernels want the second factor column by column
         b_KN = torch.randn(columns, inner, generator=generator, device=device).to(dtype).t()

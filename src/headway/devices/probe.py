@@ -37,7 +37,7 @@ def report(device: "torch.device") -> ReportedDevice:
         return ReportedDevice(xpu.name, xpu.max_compute_units, xpu.total_memory)
     if device.type == "mps":
         return ReportedDevice(torch.backends.mps.get_name(), torch.backends.mps.get_core_count())
-    module = getattr(torch, device.type, None)  # such as torch.hpu, which Intel Gaudi's plug-in adds
+    module = getattr(torch, device.type, None)  # torch.hpu, for example, which Intel Gaudi's plug-in adds
     if module is None or not hasattr(module, "get_device_name"):
         return ReportedDevice(str(device))
     return ReportedDevice(module.get_device_name(device))

@@ -57,18 +57,18 @@ class Device:
     memory_bytes: int | None  # memory as the vendor prints it, in 10**9 bytes
     memory_bytes_per_s: float | None  # memory bandwidth [byte/s]
     board_power_w: float | None  # the vendor's power limit [W]
-    link_bytes_per_s: float | None  # to the other devices of its node together, one way [byte/s]
-    network_bytes_per_s: float | None  # its share of the network of a common node, one way [byte/s]
+    link_bytes_per_s: float | None  # rate to the other devices of its node together, one way [byte/s]
+    network_bytes_per_s: float | None  # share of a common node's network, one way [byte/s]
     devices_per_node: int | None  # devices that such links join
-    link_source: str | None  # where the numbers of links stand
-    link_read_on: date | None  # when they were read there
-    host_bytes_per_s: float | None  # to its host's memory, one way [byte/s]
+    link_source: str | None  # source of the numbers of links
+    link_read_on: date | None  # date on which that source was read
+    host_bytes_per_s: float | None  # rate to its host's memory, one way [byte/s]
     # share of the peak that matrix products reach in training: at best, as expected, at worst
     product_shares: tuple[float, float, float] | None
     attention_shares: Mapping[str, float]  # share of the bf16 peak that attention reaches, by kernel
-    rates_source: str | None  # where these shares are from
-    source: str  # where the numbers stand
-    read_on: date  # when they were read there
+    rates_source: str | None  # source of these shares
+    source: str  # source of the numbers
+    read_on: date  # date on which that source was read
     disagreements: tuple[str, ...]  # other sources with other numbers
     origin: str  # "shipped", or the user's file that it stands in
 

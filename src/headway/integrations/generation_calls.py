@@ -63,7 +63,7 @@ def generation_of(
             f"{name} returned {num_answers} x {slots} tokens for {rows} x {width}: rows that begin with their prompts "
             "are read."
         )
-    # what prompts hold; idle rows and padding are slots, and the last token of all is not read again
+    # The workload is what prompts hold; idle rows and padding are slots, and the last token is not read again.
     arguments["input_ids"] = prompts
     batch = {key: arguments[key] for key in _SHAPES if arguments.get(key) is not None}
     batch |= {key: _on_host(arguments[key]) for key in _VALUES if arguments.get(key) is not None}
@@ -175,7 +175,7 @@ def _pairs(results: Any) -> list[tuple[Sequence[int], Sequence[int]]]:
     """Pair the token ids of each answer with those of its prompt."""
     if isinstance(results, Mapping) and "completion_ids" in results:
         results = (results["prompt_ids"], results["completion_ids"])
-    if isinstance(results, Mapping):  # of transformers, by request
+    if isinstance(results, Mapping):  # transformers gives results by request
         return [(output.prompt_ids, output.generated_tokens) for output in results.values()]
     if isinstance(results, tuple):
         prompts, answers, *_ = results

@@ -117,7 +117,7 @@ class HeadwayCallback(Observer, TrainerCallback):
         )
         self.meter.on_failure = self.stop_measuring
         if self._calls is not None:
-            self._calls.close()  # of a run that ended in an error
+            self._calls.close()  # ends the watch of a run that ended in an error
         self._phases = phases = TrainerCalls(self.meter, self.stop_measuring, self._rollout_devices)
         self._calls = models.calls(self.meter, phases, self._workload)
         self._calls.callback(phases.close)
@@ -196,7 +196,8 @@ class HeadwayCallback(Observer, TrainerCallback):
         if (meter := self._training) is None:
             return
         meter.back()
-        if control.should_save or args.save_strategy == SaveStrategy.BEST:  # which is decided after this call
+        # the trainer decides after this call whether a model is the best
+        if control.should_save or args.save_strategy == SaveStrategy.BEST:
             meter.leave("checkpoint")  # until it is saved, or the next batch is asked for
 
     @observing
@@ -324,7 +325,8 @@ def _traced(model: nn.Module, name: str) -> CostModel:
 
 def _adapter_of(model: nn.Module) -> Any:
     """Find one of the layers that peft has put adapters into; they are switched off all at once."""
-    layers: Any = sys.modules.get("peft.tuners.tuners_utils")  # where nobody imported peft, there are none
+    # no model has adapters of peft where nobody imported peft
+    layers: Any = sys.modules.get("peft.tuners.tuners_utils")
     if layers is None:
         return None
     return next((module for module in model.modules() if isinstance(module, layers.BaseTunerLayer)), None)

@@ -104,7 +104,7 @@ class HeadwayMonitor(Observer, Callback):
                 meter.await_data()
             begin(action_name)
 
-        profiler.start = noted  # nor when a batch is asked for, which comes after logging
+        profiler.start = noted  # no hook tells when a batch is asked for, which comes after logging
         meter.await_data()
 
     @observing
@@ -188,7 +188,7 @@ class HeadwayMonitor(Observer, Callback):
             self._calls = None
             trainer: Any = self._trainer
             for patched, name in ((trainer, "save_checkpoint"), (trainer.profiler, "start")):
-                vars(patched).pop(name, None)  # what was put there hides the class's own
+                vars(patched).pop(name, None)  # the wrapper hides the class's own method
 
 
 def _only_module(pl_module: "LightningModule") -> str:

@@ -97,7 +97,7 @@ def replaced(owner: Any, name: str, substitute: Callable[[Callable[..., Any]], C
         yield
     finally:
         if own is None:
-            attributes.pop(name, None)  # what was put there hides the class's own
+            attributes.pop(name, None)  # the wrapper hides the class's own method
         else:
             attributes[name] = own
 

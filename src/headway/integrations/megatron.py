@@ -103,7 +103,7 @@ class FlopsAccumulator:
             )
         if self._evaluates:
             return
-        # of a pipeline one stage and one chunk bill a micro-batch, so that no other counts it again
+        # One stage and one chunk of a pipeline bill a micro-batch, so that no other counts it again.
         if tokens is None or not self.billed or vp_stage:
             self.meter.count(Workload())
             return

@@ -199,7 +199,7 @@ class TrainerPhases:
         apart = self._apart(spans_s)
         busy_s = {name: TRAINERS[self.trainer].times(times)[name] for name in apart}
         time = StepTime(Mark(None, step_s), 0.0, {}, [], PhaseTimes(spans, busy_s), None, 0.0, compiled=False)
-        # what a meter does with a step that its device has passed
+        # The step is finished as a meter finishes a step that its device has passed.
         models = tuple(self.models.values())
         bytes_of = {i: self._traffic(model) for i, model in enumerate(models)}
         pending = PendingSteps(models, Mark(None, 0.0), forwards=bytes_of, elsewhere=apart)

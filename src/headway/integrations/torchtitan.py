@@ -317,11 +317,11 @@ def _recompute(job_config: JobConfig, cost_model: CostModel) -> str | None:
     chosen = job_config.activation_checkpoint
     option = chosen.selective_ac_option
     if chosen.mode == "none" or (chosen.mode == "full" and not chosen.early_stop):
-        return {"none": "none", "full": "reentrant"}[chosen.mode]  # which is to the end of each block
+        return {"none": "none", "full": "reentrant"}[chosen.mode]  # torchtitan runs each block to its end
     if chosen.mode == "full":
         return "full"
     if chosen.mode != "selective" or not option.isdigit():
-        return None  # what an operator-wise policy or the compiler saves
+        return None  # an operator-wise policy or the compiler decides what is saved
     every = max(int(option), 1)
     if chosen.early_stop:
         return f"every:{every}"

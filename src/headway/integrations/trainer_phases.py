@@ -45,13 +45,13 @@ class TrainerCalls:
         self._devices = PhaseDevices(meter.peak, devices) if isinstance(devices, int) else devices
         self._update = ExitStack()
         self._updates = False  # whether the update lasts
-        self._calls: list[bool] = []  # that generate and go on, one within another: whether one within it was counted
+        self._calls: list[bool] = []  # open calls that generate, one within another; True if a call within was counted
         self._grids = ImageGrids(None)
         self._stack = ExitStack()
 
     def close(self) -> None:
         """Leave the trainer as it was."""
-        self._on_error = _unheard  # what still goes on ends without a word
+        self._on_error = _unheard  # errors of calls that still go on are not reported
         self._stack.close()
 
     def watch(self, trainer: Any, models: dict[nn.Module, CostModel]) -> None:

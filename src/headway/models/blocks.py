@@ -63,7 +63,7 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
     """Find the part of a model that turns embedded text into hidden states, without its output layer."""
     hf_model: Any = model
     decoder, head = hf_model.get_decoder(), hf_model.get_output_embeddings()
-    if decoder is head:  # so ModernBERT names its output layer
+    if decoder is head:  # ModernBERT names its output layer as its decoder
         return body_of(model)
     holds_head = decoder is model or any(part is head for part in decoder.modules())
     body: nn.Module = body_of(decoder) if holds_head else decoder

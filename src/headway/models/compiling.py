@@ -59,7 +59,7 @@ class CompileWatch:
         self._reported_kinds: set[str] = set()
         self._last: Any = None
         self._num_failed: dict[types.CodeType, int] = {}
-        self._look(expected=True)  # what this process compiled before is nobody's business here
+        self._look(expected=True)  # forgets what this process compiled before
         self._happened, self._guards = False, []
 
     def since(self) -> Compilations:
@@ -105,7 +105,7 @@ class CompileWatch:
 
     def _failed(self) -> list[str]:
         """List the guards that failed since the last call: why compiled code could not be reused."""
-        dynamo = sys.modules.get("torch._dynamo.utils")  # where nobody imported it, nothing has been compiled
+        dynamo = sys.modules.get("torch._dynamo.utils")  # nothing has been compiled while dynamo is not imported
         new: list[str] = []
         for code, reasons in (dynamo.guard_failures if dynamo is not None else {}).items():
             num_reported = self._num_failed.get(code, 0)
@@ -178,7 +178,8 @@ def _compile(module: Any, watch: CompileWatch, backend: str) -> None:
     training = judging
     if is_recomputed(module):
         training = torch.compile(_recomputed(module, plain), backend=backend)
-        # Its checkpoint is in the graph now; that of transformers 5.17, around `__call__`, would run it all once more.
+        # The graph holds the checkpoint now; transformers 5.17's checkpoint around `__call__` would run everything once
+        # more.
         module._gradient_checkpointing_func = _at_once
     warm_ups: defaultdict[tuple[bool, bool], WarmUp] = defaultdict(WarmUp)
     names = inspect.signature(plain).parameters.keys()

@@ -54,7 +54,7 @@ def denoiser_on_shapes(settings: dict[str, Any]) -> nn.Module:
     kind = _class_of(settings.get("_class_name"), CONFIG)
     logger = logging.getLogger("diffusers")
     level = logger.level
-    logger.setLevel(logging.ERROR)  # it names each setting of a newer version
+    logger.setLevel(logging.ERROR)  # diffusers warns of each setting of a newer version
     try:
         with _EmptyOnMeta():
             model: nn.Module = kind.from_config({name: v for name, v in settings.items() if name != "_name_or_path"})

@@ -113,7 +113,7 @@ def apply_experts(module: Any, rows_SD: torch.Tensor, ends_E: torch.Tensor, expe
         return out + local(getattr(module, name + "_bias")).to(dtype)[expert_S] if module.has_bias else out
 
     up_SF = linear(rows_SD, "gate_up_proj" if module.has_gate else "up_proj")
-    del rows_SD  # as large as the output; experts that learn have kept them
+    del rows_SD  # the rows are as large as the output; experts that learn have kept them
     inside_SF = module._apply_gate(up_SF) if module.has_gate else module.act_fn(up_SF)
     out_SD = linear(inside_SF, "down_proj")
     has_norm = getattr(module, "has_post_expert_norm", False)  # transformers 5.17 knows no such experts

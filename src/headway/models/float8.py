@@ -104,7 +104,7 @@ def gather_in_float8(model: PreTrainedModel) -> int:
 
     looks, kind = [], torch.float8_e4m3fn
     for parameter, layer in _sharded(model):
-        parameter.reset_sharded_param()  # where memory came after sharding; nothing else makes new tensors later
+        parameter.reset_sharded_param()  # memory may have come after sharding; nothing makes new tensors later
         padded = parameter._sharded_param_data.view(parameter.padded_sharded_param_size)
         kind = layer.config.cast_config_weight.target_dtype
         look = WeightWithDynamicFloat8CastTensor(padded.detach(), layer.linear_mm_config, kind)

@@ -21,11 +21,11 @@ from headway.report import printable
 from headway.safe_path import current_folder_kept_out
 
 MAX_LAYERS = 10_000  # by each number of layers in a config.json; the deepest models have some hundreds
-MAX_WIDTH = 2**31  # of a vector, or entries of a vocabulary; the largest are below 2**20
+MAX_WIDTH = 2**31  # longest vector, and most entries of a vocabulary; the largest are below 2**20
 MAX_GROWTH = 64  # letters that a normaliser or decoder may make of each one; honest ones make 1 to 18
 
 MAX_EDGE = 2**15  # pixels of an edge to which a processor resizes; honest ones are below 2,000
-MAX_PIXELS = 2**28  # to which a processor enlarges; the same as edges
+MAX_PIXELS = 2**28  # most pixels to which a processor enlarges an image
 
 _EDGES = ("height", "width")
 _LEAST_PIXELS = ("shortest_edge", "min_pixels")  # pixels in all for the one, an edge or pixels for the other
@@ -45,7 +45,7 @@ json.dump([name for name in names if re.fullmatch(pattern, name)], sys.stdout)
 _NOT_OF_STRANGERS = (
     "megatron_config", "layer_replication", "auto_mapping", "monteclora_config", "arrow_config", "velora_config",
 )  # fmt: skip
-_WIDTHS = ("hidden_size", "intermediate_size", "vocab_size", "embed_dim")  # which no model leaves open by -1
+_WIDTHS = ("hidden_size", "intermediate_size", "vocab_size", "embed_dim")  # no model leaves these sizes open by -1
 
 
 def check_plain_files(folder: Path) -> None:

@@ -212,7 +212,7 @@ def _is_standard_rotary(function: Callable[..., Any], *, of_vision: bool) -> boo
             outputs = tuple(x.transpose(0, 1)[None] for x in outputs)
         else:
             outputs = function(q, k, cos, sin)
-    except RuntimeError:  # it takes angles of another shape, as GPT-OSS does
+    except RuntimeError:  # the model's angles have another shape, as GPT-OSS's have
         return False
     return all(torch.allclose(x, rotated(y), rtol=1e-5, atol=1e-6) for x, y in zip(outputs, (q, k), strict=True))
 

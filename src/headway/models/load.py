@@ -107,7 +107,7 @@ def load_model_config(name_or_path: str | Path) -> PreTrainedConfig:
 def _refuse_stranger(name: str, error: BaseException) -> None:
     """Say of a configuration whose type nothing here knows that a plug-in may bring it."""
     model_type = ""
-    # of no configuration the first error tells
+    # the first error tells of a configuration that is missing
     with suppress(OSError, ValueError, AttributeError, TypeError, RecursionError):
         model_type = str(PreTrainedConfig.get_config_dict(name)[0].get("model_type") or "")
     if model_type.isidentifier() and model_type not in CONFIG_MAPPING:
@@ -213,7 +213,7 @@ def load_processor(name_or_path: str | Path) -> Processor:
     try:
         check_plain_files(Path(name))
         if (file := _file(name, CONFIG)) is not None:
-            check_config(file)  # which transformers reads for a tokenizer too
+            check_config(file)  # transformers reads the configuration for a tokenizer too
         if (file := _file(name, _TOKENIZER)) is not None:
             check_tokenizer(file)
         for file_name in (*_PROCESSOR_FILES, "video_preprocessor_config.json"):
@@ -232,7 +232,7 @@ def load_processor(name_or_path: str | Path) -> Processor:
         _refuse_code(name, error)
         if Path(name).exists():
             if (Path(name) / CONFIG).is_file():
-                load_model_config(name)  # which says so if its configuration is what cannot be read
+                load_model_config(name)  # raises an error of its own if the configuration cannot be read
             raise CheckpointError(
                 f"The folder {name} holds no tokenizer or processor that can be opened: {first_line(error)}. It holds "
                 f"{_listing(Path(name))}. Copy the tokenizer and processor files of the base model into it."

@@ -299,7 +299,7 @@ def read_adapters(model: PreTrainedModel, folder: Path) -> None:
 
 def _inject(model: PreTrainedModel, config: Any) -> None:
     rows, config.trainable_token_indices = config.trainable_token_indices, None  # peft's layer makes whole gradients
-    config.modules_to_save = None  # whose copies peft would train; the head of a reward model learns in its place
+    config.modules_to_save = None  # peft would train copies; the head of a reward model learns in place
     with warnings.catch_warnings():
         # peft asks transformers for a name that is going away; nobody but peft can change that
         warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated", FutureWarning)
@@ -315,7 +315,7 @@ def _inject(model: PreTrainedModel, config: Any) -> None:
         config.modules_to_save = [SCORE]
     if rows is not None:
         add_new_rows(model, next(iter(rows.values())))
-        config.trainable_token_indices = rows  # which is what the model has noted
+        config.trainable_token_indices = rows  # the rows that the model has noted
 
 
 def _holders(model: Any) -> list[str]:

@@ -85,7 +85,7 @@ def read_weights(
         config = load_model_config(name)
         grows = embedding_rows(config) < embedding_rows(model.config)
         growing = vocabulary_names(model) if grows else {}
-        # What a slice of the file suffices for, and what is made in full and then cut.
+        # Weights for which a slice of the file suffices, and weights that are made in full and then cut.
         sliced, full_tensors = _sorted_out(stored, model, plan, growing)
         done = _read_whole(full_tensors, model, plan, config if grows else model.config, growing, seed)
         info = _read_slices(sliced, model, plan)
@@ -95,7 +95,7 @@ def read_weights(
         info.missing_keys -= done
         info = model._finalize_model_loading(model, plan, info)
         missing.update(info.missing_keys - model.all_tied_weights_keys.keys())
-        if SCORE_WEIGHT in missing and not is_scorer(config):  # of a model that becomes a reward model
+        if SCORE_WEIGHT in missing and not is_scorer(config):  # a model that becomes a reward model has no score yet
             initialise_score(model, seed)
             missing.remove(SCORE_WEIGHT)
     # Buffers (rotary frequencies and the like) live on the device even where parameters are kept on the host.

@@ -114,7 +114,8 @@ def grown(name: str, old: torch.Tensor, rows: int, seed: int) -> torch.Tensor:
     deviations_VH = old.float() - mean
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
     fresh = [old]
-    for start in range(0, added, 64):  # not at once: the weights of thousands of rows would be as large as the matrix
+    # 64 rows at a time: the weights of thousands of rows would be as large as the matrix
+    for start in range(0, added, 64):
         weights_NV = torch.randn(min(64, added - start), len(old), generator=generator)
         fresh.append((mean + math.sqrt(SPREAD / len(old)) * weights_NV @ deviations_VH).to(old.dtype))
     return torch.cat(fresh)
@@ -177,7 +178,7 @@ class _Forward:
             return torch.cat([frozen[..., :first], fresh.to(frozen.dtype), frozen[..., last:]], -1)
         places = (inputs - first).clamp(0, last - first - 1)
         fresh = F.embedding(places, rows_NH)
-        scale: torch.Tensor | None = getattr(self.module, "embed_scale", None)  # as Gemma's
+        scale: torch.Tensor | None = getattr(self.module, "embed_scale", None)  # Gemma scales what it embeds
         if scale is not None:
             fresh = fresh * scale.to(fresh.dtype)
         is_new = (inputs >= first) & (inputs < last)

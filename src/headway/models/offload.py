@@ -48,7 +48,7 @@ def offload_inputs(model: PreTrainedModel) -> int:
         learns = any(parameter.requires_grad for parameter in module.parameters())
         if "forward" in vars(module):  # compiled, its checkpoint within
             module.forward = store.around(module.forward, learns=learns)
-        else:  # its checkpoint saves what it is called with as anything else is saved
+        else:  # the block's checkpoint saves its arguments as anything else is saved
             checkpoint = module._gradient_checkpointing_func
             module._gradient_checkpointing_func = store.around(checkpoint, learns=learns)
     return len(chosen)

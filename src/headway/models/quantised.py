@@ -171,14 +171,13 @@ def _from_nf4(stored: torch.Tensor, values: int, dtype: torch.dtype) -> torch.Te
     """Decode matrices of so many values each, a row of bytes for each; shape (E, values)."""
     stack, blocks = len(stored), -(-values // BLOCK)
     factors = -(-blocks // SCALES)
-    head = (
-        stored[:, : 4 * (1 + factors)].clone(memory_format=torch.contiguous_format).view(torch.float32)
-    )  # where it lies, floats may not begin
+    # a copy, because floats may not begin where the bytes lie
+    head = stored[:, : 4 * (1 + factors)].clone(memory_format=torch.contiguous_format).view(torch.float32)
     scale_codes = stored[:, 4 * (1 + factors) :][:, :blocks].contiguous().view(torch.int8)
     factors_B = head[:, 1:].repeat_interleave(SCALES, 1)[:, :blocks]
     scales = (scale_codes * factors_B).add_(head[:, :1]).flatten()
     codes = stored[:, 4 * (1 + factors) + blocks :].reshape(stack * blocks, BLOCK // 2)
-    # so many at a time that what they are worked out in stays small
+    # a number of blocks at a time that keeps the work space small
     table, step = _pairs(codes.device), max(1, AT_ONCE // BLOCK)
     out = torch.empty(stack * blocks, BLOCK, dtype=dtype, device=stored.device)
     for start in range(0, len(codes), step):

@@ -115,7 +115,7 @@ def _separated(forward: Callable[..., Any]) -> Callable[..., Any]:
                 "This model's recurrent layers need whole segments: a pack cannot be shared by several processes, nor "
                 "its rows be padded. Set parallel.sequence to 1."
             )
-        spans = functools.partial(forward, **others)  # its other arguments are those of the whole pack
+        spans = functools.partial(forward, **others)  # the other arguments hold for the whole pack
         return _segment_by_segment(spans, {"hidden_states": hidden_states}, pack_cu_seqlens)
 
     return run

@@ -119,7 +119,7 @@ class _Functions:
         self._rows = 1
         try:
             self(self.kinds[0], 2)
-        except (IndexError, RuntimeError, ValueError):  # it takes the three rows of M-RoPE
+        except (IndexError, RuntimeError, ValueError):  # the module takes the three rows of M-RoPE
             self._rows = 3
             self(self.kinds[0], 2)
 
@@ -146,7 +146,7 @@ def _reader_of_rows(module: nn.Module) -> _Functions | None:
             return None
     try:
         functions = _Functions(module)
-    except (IndexError, RuntimeError, ValueError):  # its configuration does not fit, which the model's forward tells
+    except (IndexError, RuntimeError, ValueError):  # the configuration does not fit; the model's forward says so
         return None
     return functions if any(functions(kind, 2) != functions(kind, _FAR) for kind in functions.kinds) else None
 

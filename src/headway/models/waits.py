@@ -130,7 +130,7 @@ class PlacedMask:
     def __getitem__(self, index: Any) -> Any:
         if index == (..., 0):
             return PlacedMask(self.places, lambda: self.mask[..., 0])
-        if isinstance(index, PlacedMask):  # of the slots that another mask selects, those that this one selects too
+        if isinstance(index, PlacedMask):  # slots of the other mask's choice that this mask selects too
             pairs = zip(_both(index.places), _both(self.places), strict=True)
             within = Places(*(torch.searchsorted(whole_W, part_V) for whole_W, part_V in pairs))
             return PlacedMask(within, lambda: self.mask[index.mask], axis=0)
@@ -237,7 +237,7 @@ def _known_to_restart(find: Callable[[torch.Tensor], Any]) -> Callable[[torch.Te
         if torch.compiler.is_compiling() or not on_pack():
             return find(position_ids)
         steps = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1)
-        return (steps != 1).cumsum(-1)  # what `find` returns unless it sees that there is one segment
+        return (steps != 1).cumsum(-1)  # the value of `find`, unless that sees a single segment
 
     return packed
 

@@ -71,7 +71,7 @@ class WeightAverage:
     def _exchange(self, own: dict[str, torch.Tensor], *, into_model: bool) -> None:
         for module in self._model.modules():
             if isinstance(module, FSDPModule):
-                module.reshard()  # what it may have gathered of the weights is out of date
+                module.reshard()  # weights that the module has gathered are out of date
         for name, parameter in self._parameters.items():
             weight, average = local(parameter), local(self._averages[name])
             if name in own:

@@ -134,7 +134,7 @@ class _Layout:
     dim: int  # 0 for rows, 1 for columns
     rank: int
     size: int
-    device: torch.device  # where the processes exchange
+    device: torch.device  # device on which the processes exchange
 
     @staticmethod
     def stack(parameter: torch.Tensor) -> int:
@@ -199,8 +199,10 @@ class _Swap:
     def _exchange(self, sent: torch.Tensor, *, back: bool) -> tuple[torch.Tensor, Any]:
         """Start sending slices to the owners of their matrices, or back; does not wait for their arrival."""
         rank = self._layout.rank
-        mine = [count * self._lengths[rank] * self._across for count in self._counts]  # of others' matrices
-        theirs = [self._counts[rank] * length * self._across for length in self._lengths]  # of this one's
+        # values of this rank's slices of each rank's matrices
+        mine = [count * self._lengths[rank] * self._across for count in self._counts]
+        # values of each rank's slices of this rank's matrices
+        theirs = [self._counts[rank] * length * self._across for length in self._lengths]
         leaving, arriving = (theirs, mine) if back else (mine, theirs)
         received = sent.new_empty(sum(arriving))
         work = dist.all_to_all_single(received, sent, arriving, leaving, group=self._layout.group, async_op=True)

@@ -67,7 +67,7 @@ def update_(tensors: Sequence[torch.Tensor], numbers: torch.Tensor, group: dict[
         group: settings of its group.
         seed: of the noise for rounding.
     """
-    from headway.optim.one_pass_kernel import HALF, adamw_one_pass  # which needs Triton
+    from headway.optim.one_pass_kernel import HALF, adamw_one_pass  # the kernel needs Triton
 
     numel, (beta1, beta2) = tensors[0].numel(), group["betas"]
     blocks = -(-numel // (2 * HALF))

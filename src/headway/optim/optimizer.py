@@ -63,7 +63,7 @@ class Optimizer(torch.optim.Optimizer):
         self.factor: torch.Tensor | None = None
         self.one_pass_on: str | None = None
         self.notes: tuple[str, ...] = ()
-        self._found_inf: torch.Tensor | None = None  # where the parameters are
+        self._found_inf: torch.Tensor | None = None  # the flag on the parameters' device
         self._factor: torch.Tensor | None = None
         self._skip: torch.Tensor | None = None
         self._muon = muon

@@ -132,7 +132,7 @@ class Values:
             noise: for the rounding.
             skip: whether the values are those that were read, which then stay what they are to the bit; on the device.
         """
-        del skip  # what bfloat16 holds, or float32, comes back as it was
+        del skip  # values in bfloat16 or float32 come back as they were
         if self._is_copy:
             if self._stored[0].dtype is torch.bfloat16:
                 round_stochastically_(self.flat, noise)

@@ -40,7 +40,7 @@ def learning_rate(step: int, optim: OptimConfig, steps: int | None = None) -> fl
     steps = optim.steps if steps is None else steps
     assert steps is not None  # whoever asks for epochs has counted them
     start = optim.warmup_steps
-    if optim.schedule in WSD:  # its decay has at least a step, and no more than the warm-up leaves
+    if optim.schedule in WSD:  # the decay has at least a step, and no more than the warm-up leaves
         start = max(start, steps - max(1, round(optim.decay_share * steps)))
     progress = max(0, step - start) / (steps - start)
     floor = optim.min_lr_ratio

@@ -29,7 +29,7 @@ _HALVINGS = 40
 _EXCHANGED = 4  # samples of each pack of a pair that are redistributed
 _ROUNDS = 16
 _BATCH = 256  # pairs at a time, so that their tables stay in the processor's cache
-_OVER = 64.0  # what exceeding a budget by the whole of it weighs, against a difference of one mean pack's cost
+_OVER = 64.0  # weight of exceeding a budget by all of it, against a difference of one mean pack's cost
 
 
 def assign_lpt(tokens: Ints, costs: Floats, num_packs: int, budget_tokens: int, max_items: int | None = None) -> Ints:
@@ -111,7 +111,7 @@ def fill_least_loaded(weights: Floats, loads: Floats, free: Ints | None = None) 
     done = 0
     order, levels = _least_loaded_first(loads, free)
     while done < len(weights):
-        # How many packs can be served before one of them would be due a second time.
+        # Number of packs that are served before the first is due a second time.
         served = int(np.searchsorted(levels, levels[0] + weights[done], side="right"))
         if served < _FEW + len(order) // _MANY:  # too few for a vector operation to pay: a heap for one round
             stop = min(len(weights), done + len(order))
@@ -196,7 +196,7 @@ def fix_overflow(pack_of: Ints, needs: Ints, caps: Ints, costs: Floats, num_pack
         median = np.partition(fullness[others], len(others) // 2)[len(others) // 2]
         roomy = others[fullness[others] <= median]
         roomy = roomy[shuffled(len(roomy), key_of(key, number, 0))]
-        if len(overfull) > len(roomy):  # not all have a partner this time
+        if len(overfull) > len(roomy):  # some overfull packs have no partner this time
             overfull = overfull[shuffled(len(overfull), key_of(key, number, 1))]
         num_pairs = min(len(overfull), len(roomy))
         pairs = np.stack([overfull[:num_pairs], roomy[:num_pairs]])

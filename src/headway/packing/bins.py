@@ -65,7 +65,7 @@ class Packer:
         if number is None:
             return self.open(size)
         left = self._left[number]
-        self._trees.remove(number, left)  # it had room, so it was offered
+        self._trees.remove(number, left)  # the pack had room, so the trees offered it
         self._fill(number, left, size)
         return number
 

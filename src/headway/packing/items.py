@@ -336,7 +336,8 @@ def _items_of(name: str, lengths: Lengths, budget: Budget, overlong: Overlong, c
         cut = too_long & ~too_wide & (lengths.media_end <= budget.tokens) & (lengths.first_target < budget.tokens)
     elif overlong == "split":
         cut = too_long & ~too_wide & (lengths.media_end == 0)
-    rows, starts = np.flatnonzero(cut), np.zeros(int(cut.sum()), dtype=np.int64)  # of the items that are cut
+    # rows of the cut items, and the items' starts
+    rows, starts = np.flatnonzero(cut), np.zeros(int(cut.sum()), dtype=np.int64)
     if overlong == "split":
         pieces = split(tokens[rows], _targets_of(lengths.targets, cut), budget.tokens)
         rows, starts = rows[pieces.row], pieces.start
@@ -355,7 +356,7 @@ def _items_of(name: str, lengths: Lengths, budget: Budget, overlong: Overlong, c
         items=len(uncut) + len(rows),
     )
     none = np.zeros(0, dtype=np.int64)
-    # Where nothing is cut or left out, item i is row i, and the columns that say so are not needed.
+    # If nothing is cut or left out, item i is row i, and the columns that say so are not needed.
     if keep.all() and not cut.any():
         part = _Part(tokens, patches, costs, None, none, none, counts)
     else:

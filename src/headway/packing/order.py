@@ -118,7 +118,7 @@ class Order:
         self.seed, self.shuffle = seed, shuffle
         self._lap = sum(sizes.values()) if tells_epochs else 0
         self._stages: list[list[_Part]] = []
-        self._ends: list[int] = []  # where each stage ends; the last may never
+        self._ends: list[int] = []  # place at which each stage ends; the last may never end
         self._laps: list[Fraction] = []  # draws of one time through each stage
         self._epoch: Fraction | None = None
         for number, stage in enumerate(stages):
@@ -181,8 +181,9 @@ class Order:
         # One source after the other takes its places, as evenly spread as its share of the places still free allows:
         # of n places the first floor(n * share / rest), so a source takes place n where that floor grows.
         items = np.empty(stop - start, dtype=np.int64)
-        at = np.arange(len(items))  # where in `items` the places are that no source has taken yet
-        places = np.arange(start, stop + 1)  # their numbers among the free places of the stage, and one past the last
+        at = np.arange(len(items))  # indices in `items` of the places that no source has taken yet
+        # numbers of these places among the stage's free places, and one past the last
+        places = np.arange(start, stop + 1)
         remaining_share = sum(part.share for part in self._stages[stage])
         if stop * max(part.share for part in self._stages[stage]) >= _LAST_PLACE:
             raise ConfigError(

@@ -203,7 +203,8 @@ class Plan:
                     return
             if self._ends(packed):
                 return
-            left = packed.items[packed.bounds[done] :].tolist()  # of packs too few for a step of the new size
+            # samples of packs that are too few for a step of the new size
+            left = packed.items[packed.bounds[done] :].tolist()
             same = start.packs_per_step == self.packs_per_step
             accumulation = start.accumulation if same else self.accumulation
             start = self._start_at(packed.position, (*left, *packed.carried), ends_epochs=ends_epochs)
@@ -240,7 +241,7 @@ class Plan:
         # would play again before others play at all.
         end_of = self.order.lap_end if start.ends_epochs else self.order.stage_end
         within = min(left, end_of(start.position) - start.position)
-        # What the epoch before has left over makes a step at once.
+        # Samples that the epoch before has left over make a step at once.
         begins = start.ends_epochs and len(carried) and start.position == end_of(start.position - 1)
         if begins:
             within, count = 0, 1

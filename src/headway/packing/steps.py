@@ -16,7 +16,7 @@ Floats = NDArray[np.float64]
 BALANCE = 0.986
 """Balance that packs are sorted for where they need it: mean over steps of mean / max FLOPs over ranks, a fraction."""
 
-_HALVINGS = 12  # of the bisection for the width of bands
+_HALVINGS = 12  # halvings of the bisection for the width of bands
 
 
 def deal(costs: Sequence[float] | Floats, ranks: int, accumulation: int = 1) -> list[list[int]]:

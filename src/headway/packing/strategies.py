@@ -131,7 +131,7 @@ def _in_full_packs(window: Candidates) -> tuple[Ints, int] | None:
     """Whole steps of packs of samples as they come; None where these are less full than packs of equal cost."""
     probe = window.part(np.arange(min(_PROBE, len(window.tokens))))
     packs, tokens = int(_next_fit_packs(probe)[-1]), int(probe.tokens.sum())
-    if tokens < FILL * packs * window.budget.tokens:  # its last pack, which more samples may fill, left out
+    if tokens < FILL * packs * window.budget.tokens:  # the last pack, which more samples may fill, does not count
         return None
     pack_of = _next_fit_packs(window)
     # the last pack waits for more samples, unless it is full

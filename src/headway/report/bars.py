@@ -24,10 +24,10 @@ from headway.report.svg import (
 )
 
 _VALUE = 88  # room of a bar's value, before its name [pixels]
-_ROW, _BAR = 36, 12  # of a bar with its words above it, and of the bar alone [pixels]
+_ROW, _BAR = 36, 12  # height of a bar with its words above, and of the bar alone [pixels]
 _STRIP, _STRIP_GAP = 22, 2  # height of a row of a heat strip, and between two [pixels]
-_SHADES = 20  # of a heat strip; cells side by side of one shade are drawn as one
-_MOST_CELLS = 128  # of a row; of a longer one each is the largest of its bucket
+_SHADES = 20  # shades of a heat strip; neighbouring cells of one shade are drawn as one
+_MOST_CELLS = 128  # most cells of a row; a cell of a longer row is the largest of its bucket
 
 _Format = Callable[[float], str]
 

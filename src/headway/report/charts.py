@@ -30,10 +30,10 @@ from headway.report.svg import (
     y_axis,
 )
 
-NUM_BUCKETS = 200  # of a long series: each keeps its smallest and its largest value
+NUM_BUCKETS = 200  # buckets of a long series; each keeps its smallest and its largest value
 _MANY = 20  # times the smallest value, from which on a linear axis hides what small ones do
 _MOST_WHOLE = 1e15  # larger places are told to six digits
-_MOST_MARKS = 100  # of a kind that are drawn
+_MOST_MARKS = 100  # most marks of a kind that are drawn
 _MOST_NAMED = 8  # marks of a kind that are named in words
 _GAP = "-"  # a value that is missing, as the script reads it
 _MARK_WORDS = {
@@ -162,7 +162,7 @@ def lines_chart(
         texts.append(f"{whose}{len(finite)} values over {x_name} {xs[0]:g} to {xs[-1]:g}: from {least} to {most}.")
     described = " ".join([*texts, *_marks_in_words(inside)])
     drawn = [left, below, *_drawn_marks(inside, x_of), stretched(curves, PLOT), *names]
-    # What the script needs of the chart beside its lines.
+    # Facts of the chart that the script needs beside its lines.
     facts = {"of": x_name, "form": form, "ratio": int(by_ratio), "marks": _marks_as_text(inside)}
     attributes = "".join(f' data-{key}="{safe(str(value))}"' for key, value in facts.items())
     return chart(title, described, drawn, PLOT, AXES, attributes)
@@ -211,7 +211,7 @@ def _marks_as_text(marks: Sequence[ChartMark]) -> str:
 
 def _drawn_line(places: Sequence[tuple[float, float]], *, is_dashed: bool) -> list[str]:
     """A line through places, with gaps where one is not finite; a place between two gaps is a dot."""
-    dashed = ' stroke-dasharray="7 3"' if is_dashed else ""  # where two lines coincide, both are seen
+    dashed = ' stroke-dasharray="7 3"' if is_dashed else ""  # dashes let two lines that coincide both be seen
     drawn = []
     for piece in _pieces(places):
         if len(piece) == 1:

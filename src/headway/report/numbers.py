@@ -13,11 +13,11 @@ def number(value: object) -> float | None:
         return None
     try:
         return float(value) if math.isfinite(value) else None
-    except OverflowError:  # of an integer that no float holds
+    except OverflowError:  # no float holds so large an integer
         return None
 
 
-_LARGEST_QUANTITY = 1e30  # of FLOPs, bytes, tokens: sums and products of a few stay finite
+_LARGEST_QUANTITY = 1e30  # bound of FLOPs, bytes and tokens: sums and products of a few stay finite
 _LARGEST = 2**62 - 1  # sums and differences of two stay within 64 bits
 
 

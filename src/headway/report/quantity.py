@@ -18,11 +18,11 @@ _TIME_UNITS = {
     "h": Fraction(3600),
     "d": Fraction(86400),
 }
-_UNIT_OF_TIME = {"s": "s", "hours": "h", "days": "d"}  # as settings and options write it in brackets
+_UNIT_OF_TIME = {"s": "s", "hours": "h", "days": "d"}  # units of time as settings and options write them in brackets
 _CURRENCIES = "$€£"
 _NUMBER = re.compile(r"([+-]?)(\d{1,3}(?:,\d{3})+|\d+(?:_\d+)*|(?=\.\d))(\.\d*)?(?:[eE]([+-]?\d{1,3}))?\s*([a-zA-Z%]*)")
 _MOST_CHARACTERS = 60
-_MOST_EXPONENT = 300  # what a float of 64 bits has room for
+_MOST_EXPONENT = 300  # a float of 64 bits has room for every number with such an exponent
 MONEY = "currency"
 """The unit of a price."""
 

@@ -14,8 +14,9 @@ from typing import Any
 from headway.report.format import printable
 
 HIDDEN = "(hidden)"
-_LONGEST_FILE = 1_000_000  # of settings [characters]; PyYAML reads some tens of thousands a second
-_LONGEST_TEXT = 10_000  # of an error or a value [characters]: the patterns below take the square of some texts
+# longest file of settings that is read [characters]; PyYAML reads some tens of thousands a second
+_LONGEST_FILE = 1_000_000
+_LONGEST_TEXT = 10_000  # longest error or value [characters]: the patterns below take the square of some texts
 _MOST = 5000  # settings of a file; anchors of YAML may make a few lines endless
 # Words of a setting's name that tell a secret, and those that tell one together with "key" or "keys".
 _WORDS = frozenset(
@@ -117,7 +118,7 @@ class _Shown:
             raise ValueError("too many settings")
         if isinstance(node, Mapping):
             if isinstance(node.get("name"), str) and "value" in node and _is_secret(node["name"]):
-                node = {**node, "value": HIDDEN}  # as lists of variables are written
+                node = {**node, "value": HIDDEN}  # an entry of a list of variables
             return {
                 self._text(name): HIDDEN if _is_secret(str(name)) else self.of(value) for name, value in node.items()
             }

@@ -11,7 +11,7 @@ from headway.report.table import Column, render_lines, render_table
 from headway.report.terminal import coloured
 
 _NARROW = 3  # columns of a table that stands beside others
-_LONG = 40  # of a cell, from which on three columns need the page's width [characters]
+_LONG = 40  # width of a cell, from which on three columns need the page's width [characters]
 _NUMBER = re.compile(r"[-+]?\d[\d,.]*(e[-+]?\d+)?( \S{1,8})?( \d+ \w{1,3})?")  # perhaps with its unit
 
 

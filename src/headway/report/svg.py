@@ -26,15 +26,15 @@ class Margins(NamedTuple):
 
 BARE = Margins("bare")
 AXES = Margins("axes", 18, 12, 40, 84)
-NAMES = Margins("names", left=112)  # of the rows of a heat strip
+NAMES = Margins("names", left=112)  # room for the names of a heat strip's rows
 PLOT = 168  # height of a plot with axes [pixels]
-WIDE = 1000  # of what is stretched
+WIDE = 1000  # width of a drawing that is stretched
 NARROWEST = 340 - AXES.left - AXES.right  # a plot on a screen of 375 pixels, less the page's margins [pixels]
 _CHARACTER = 7.2  # width of a digit at most [pixels]
 _APART = 10  # between two labels [pixels]
 _MOST_TICKS = 5
-_FAR = 0.7  # of a plot, from where on a name stands on the left of its place
-_FEW_POWERS = 3  # of ten, up to which an axis has room for ticks between them
+_FAR = 0.7  # share of a plot, from where on a name stands on the left of its place
+_FEW_POWERS = 3  # powers of ten, up to which an axis has room for ticks between them
 COLOURS = (0, 2, 3, 4, 5, 6, 7)
 """Numbers of the page's colours for lines and bars; --c1 is the band's, too light for either."""
 

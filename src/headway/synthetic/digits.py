@@ -227,7 +227,7 @@ def write_reader(folder: Path, texts: Iterable[str] = (*QUESTIONS, "user\n", "as
     from headway.synthetic.processor import write_processor
     from headway.synthetic.small_model import write_generation_config
 
-    # Of the digits, answers stay digit by digit, as no number is among their questions.
+    # Answers stay digit by digit, because no number is among the digits' questions.
     write_processor(folder, texts, PATCH_SIZE, temporal_patch_size=1)
     processor: Any = load_processor(folder)
     tokenizer = processor.tokenizer

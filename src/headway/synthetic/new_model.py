@@ -42,7 +42,7 @@ _SHAPES = (
     Shape(2, 32, 4),
     *(Shape(layers, 64, layers, layers) for layers in (3, 4, 5, 6, 8, 10, 12, 14, 16, 20, 24)),
 )
-_MOST_SAMPLES = 20_000  # that the tokenizer learns from
+_MOST_SAMPLES = 20_000  # most samples that the tokenizer learns from
 _MOST_CHARACTERS = 50_000_000
 
 

@@ -25,7 +25,7 @@ _RULE = 0.9  # share of the words that follow from the one before
 _OVERHEAD = 16  # tokens that a chat's turns take beside its words
 _FRAME = (2, 4)  # height and width of a video's frames [tokens]
 _TIMESTAMP = 12  # tokens that a model which writes times takes beside each pair of frames, at most
-VIDEO_FPS = 2  # as many as the model reads of a second
+VIDEO_FPS = 2  # frames of a second, as many as the model reads
 
 
 def vocabulary_texts() -> list[str]:
@@ -133,7 +133,7 @@ def _shades(height: int, width: int, rng: np.random.Generator) -> Any:
 
 
 def _write_video(path: Path, num_frames: int, height: int, width: int, rng: np.random.Generator) -> None:
-    import av  # where a video is written, not where rows of text are
+    import av  # only videos need PyAV, and rows of text do not
 
     with av.open(str(path), "w") as container:
         stream: Any = container.add_stream("mpeg4", rate=VIDEO_FPS)

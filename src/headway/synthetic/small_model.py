@@ -83,7 +83,7 @@ def write_small_model(
     # a tokenizer alone, or a processor with the model's own patches and merging, or bands of sound
     if vision is None and audio is not None and processor_class(config):
         write_sound_processor(folder, texts, num_mel_bins=audio.num_mel_bins, vocab_size=vocab_size)
-    elif vision is None or lays_out_packs(config):  # whose encoder takes a tokenizer
+    elif vision is None or lays_out_packs(config):  # the encoder of such a model takes a tokenizer
         write_tokenizer(folder, texts, vocab_size=vocab_size)
     else:
         write_processor(
@@ -113,7 +113,7 @@ def write_small_model(
 
 def write_generation_config(folder: Path, processor: Any) -> None:
     """Write where generation stops: at the tokens that end an answer, by the chat template."""
-    settings: Any = GenerationConfig  # which transformers leaves untyped
+    settings: Any = GenerationConfig  # transformers leaves the class untyped
     with_stops(settings(), stop_ids_of(processor)).save_pretrained(folder)
 
 

@@ -141,7 +141,7 @@ def _transformers_seam(
         picked = _picked(module, path, key.shape[-2], kwargs)
         pairs, heads, driver = masked_pairs(_recorder, path, attention_mask, query, key, picked)
         if window and driver == "pairs:causal" and query.shape[-2] <= window:
-            driver = f"pairs:sliding:{window}"  # which no segment has exceeded yet
+            driver = f"pairs:sliding:{window}"  # no segment has exceeded the window yet
     else:
         pairs, driver = _unmasked_pairs(_recorder, module, (query, key, value), kwargs, eager)
     extra = tuple(t for t in (attention_mask, *kwargs.values()) if isinstance(t, torch.Tensor))

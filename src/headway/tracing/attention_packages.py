@@ -64,9 +64,8 @@ def _attend_packed(
         of_keys = boundaries[0] if boundaries[1] is None else boundaries[1]
         keys = _lengths(recorder, of_keys, k.shape[-2], "keys")
     pairs, driver = _band(queries, keys, window, causal)
-    return (
-        record_attention(recorder, recorder.module, q, k, v, pairs, driver).transpose(-3, -2).contiguous()
-    )  # as kernels do
+    # kernels return a contiguous tensor
+    return record_attention(recorder, recorder.module, q, k, v, pairs, driver).transpose(-3, -2).contiguous()
 
 
 def _statistics(out: torch.Tensor) -> torch.Tensor:

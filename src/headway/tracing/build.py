@@ -113,7 +113,7 @@ LONGEST_WINDOW = 1 << 14  # a longer window is believed as its seam names it [to
 # attention written by hand does not name its window; tracing longer segments shows windows up to here [tokens]
 _LONGEST_UNNAMED_WINDOW = 4096
 _PLACES = re.compile("max_position_embeddings|n_positions|n_ctx|max_seq_len|max_target_positions")
-_ROOM = 400  # what workloads add to a window, up to the next prime [tokens]
+_ROOM = 400  # tokens that workloads add to a window, up to the next prime
 _DEPTHS = (
     "num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth", "encoder_layers", "decoder_layers",
     "num_encoder_layers", "num_decoder_layers",
@@ -304,5 +304,5 @@ def use_seams(model: nn.Module) -> None:
         config._experts_implementation = "grouped_mm"
         config.use_cache = False  # some forwards do not take it as an argument
     for module in model.modules():
-        if getattr(module, "_supports_sdpa", True) is False:  # its own code expects masks of floats
+        if getattr(module, "_supports_sdpa", True) is False:  # the module's own code expects masks of floats
             module.config._attn_implementation = attention.BY_HAND  # type: ignore[union-attr]  # a PreTrainedModel

@@ -35,7 +35,7 @@ def _head_path(model: Any) -> str | None:
     """Find the path of the output embedding, or of a reward model's head, where the model says which module that is."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if head is None and hasattr(model, "get_output_embeddings"):
-        head = getattr(model, "score", None)  # as transformers' models for sequence classification call it
+        head = getattr(model, "score", None)  # name of the head in transformers' models for sequence classification
     return next((path for path, module in model.named_modules() if module is head), None) if head is not None else None
 
 

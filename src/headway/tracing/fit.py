@@ -71,7 +71,7 @@ def fit(
     Raises:
         TraceError: no driver explains how its cost grows.
     """
-    # how much each run did, in units that cost the same in all of them
+    # work of each run, in units that cost the same in all runs
     first = runs[0]
     units, unit_flops = [run.units for run in runs], first.unit_flops
     if len({run.unit_flops for run in runs}) > 1:  # a product of two activations: its inner size grows too
@@ -132,7 +132,7 @@ def _without_padding(
     alike = all(run.windows == windows for run in runs)  # clips of other lengths are more pieces, not longer ones
     comes_in_lengths = tower == "sources" or (tower in MODALITIES and MODALITIES[tower].shape == "lengths")
     if len(windows) != 1 or not alike or not comes_in_lengths or not piece.isdecimal():
-        return driver, ratio  # of time and frequency it is not known which is time
+        return driver, ratio  # time and frequency cannot be told apart
     lengths: dict[str, Any] = {tower: [int(piece)]}
     one_piece = Workload([1], **lengths)
     for name in names:
@@ -154,7 +154,7 @@ def _fitted(first: Operation, driver: str, ratio: Fraction, unit_flops: int) -> 
     return DriverFit(driver, int(forward), scale, ratio)
 
 
-# what may be added to a cost that grows with something else: so much for each of these
+# drivers that may be added to a cost that grows with another driver: so much for each unit
 _ADDED = ("grids", "frames", "lone", "clips", "segments", "tokens", "patches", "sources", "pairs:cross")
 # pairs, the lengths that they are squares of, and the number of those
 _FULL = (

@@ -54,7 +54,8 @@ def _joined(args: tuple[Any, ...]) -> Parts | None:
         if not tensor.numel():
             continue  # torch takes an empty tensor of one axis beside any others
         if data is not None:
-            parts.append((place, place + data.shape[axis], data.clone()))  # it may be written to later
+            # a copy, because the tensor may be written to later
+            parts.append((place, place + data.shape[axis], data.clone()))
         place += tensor.shape[axis]
     return Parts(axis, parts) if parts else None
 
@@ -121,7 +122,7 @@ def selects_by_floats(function: Any, args: Any) -> bool:
     name = getattr(function, "__name__", "")
     if name not in _SELECTING or (name == "where" and len(args) > 1):
         return False
-    is_index = name in ("__getitem__", "__setitem__")  # which may hold integers too: places, not rows to keep
+    is_index = name in ("__getitem__", "__setitem__")  # an index may hold integers too: places, not rows to keep
     masks = [mask for mask in _tensors(args[1:2] if is_index else args) if not is_index or mask.dtype == torch.bool]
     return any(getattr(mask, mark, False) and mask.numel() for mask in masks for mark in _MARKS)
 

@@ -70,8 +70,8 @@ class Phantom(torch.Tensor):
         self.base = base
         self.scores = None
         self.stays = None
-        self.forced: torch.Tensor | None = None  # where along the last axis infinity was put: a top-k picks these
-        self.parts: known_values.Parts | None = None  # what is known of some places along an axis
+        self.forced: torch.Tensor | None = None  # places of infinity along the last axis: a top-k picks these
+        self.parts: known_values.Parts | None = None  # values that are known for some places along an axis
         self.writes = 0  # in-place operations on it or on its views
         self.picked = False  # rows that an index picked, or a view of such
         self.is_sparse_matrix = False  # whether it stands in for one
@@ -236,7 +236,7 @@ def _shapes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func._overloadpacket is aten._pack_padded_sequence:
         return _pack(*args)
     if torch.Tag.inplace_view in func.tags and isinstance(args[0], Phantom):
-        args[0].meta = args[0].meta.detach()  # its sizes are about to change, and others may share them
+        args[0].meta = args[0].meta.detach()  # sizes are about to change, and other phantoms may share the meta tensor
     if func._overloadpacket is aten._grouped_mm and args[0].dtype != torch.bfloat16:  # all that it takes on shapes
         return func(*(a.meta.bfloat16() if isinstance(a, Phantom) else _meta(a) for a in args)).to(args[0].dtype)
     if func._overloadpacket.__name__.startswith(
@@ -333,7 +333,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args = _index_without_masks(args)
     out = _shapes(func, args, kwargs)
 
-    # what the result depends on, and whether the operation is a product, which a recorder counts
+    # the result depends on its past, and a recorder counts the operation if it is a product
     phantoms, sources, fed = _past(args, kwargs)
     forward = torch._C._current_autograd_node() is None
     product = _on_dispatch(func, args, out) if _on_dispatch is not None else None
@@ -399,7 +399,7 @@ def _mutated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sources: 
     """Return what an in-place or `out=` operation wrote to, with its past brought up to date."""
     if torch.Tag.inplace_view in func.tags:
         with no_dispatch():
-            func(*args, **kwargs)  # its own sizes change, as those of its meta tensor did
+            func(*args, **kwargs)  # the phantom's own sizes change, as those of its meta tensor did
     written = []
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:

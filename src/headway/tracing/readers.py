@@ -182,7 +182,7 @@ def _again(args: tuple[Any, ...], out: Any) -> int:
 def _of_convolution(args: tuple[Any, ...], _out: Any) -> int:
     grad, x, weight, transposed, needed = args[0], args[1], args[2], args[7], args[10]
     positions = x if transposed else grad
-    flops = 2 * positions.shape[0] * math.prod(positions.shape[2:]) * weight.numel()  # of each gradient
+    flops = 2 * positions.shape[0] * math.prod(positions.shape[2:]) * weight.numel()  # FLOPs of each gradient
     return int(flops * (bool(needed[0]) + bool(needed[1])))
 
 

@@ -97,7 +97,7 @@ class Recorder:
 
         self.block_of = running_block
         self._by_node: dict[int, Operation] = {}
-        # of each node, by the sequence number after its own: its module, whether it depends on the batch, and the
+        # past of each node, by the sequence number after its own: its module, whether it depends on the batch, and the
         # parameters that it depends on
         self._node: dict[int, tuple[str, bool, int]] = {}
         self._mask_pairs: dict[tuple[int, Sequence[int]], tuple[torch.Tensor, tuple[int, int, str]]] = {}

@@ -104,7 +104,7 @@ def name(mask: torch.Tensor) -> str:
     counts, place = _keys_of_queries(mask), torch.arange(1, queries + 1)
     most = int(counts.max())
     falls = (counts.diff() < 0).nonzero()
-    # of a block or chunk: from its last token to the next
+    # size of a block or chunk: one more than the keys that are lost from its last token to the next
     size = 1 - int(counts.diff()[falls[0, 0]]) if len(falls) else 1
     if not most:
         return ""

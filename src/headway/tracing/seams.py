@@ -49,7 +49,7 @@ class Seams(TorchFunctionMode):
         torch.backends.mha.set_fastpath_enabled(False)
         checks = torch.distributions.Distribution
         self._open.callback(checks.set_default_validate_args, checks._validate_args)
-        checks.set_default_validate_args(False)  # which would read values
+        checks.set_default_validate_args(False)  # the checks would read values
         self._open.enter_context(CodeExchange(self._replacements()))
         return super().__enter__()  # type: ignore[no-untyped-call]
 
@@ -79,7 +79,7 @@ class Seams(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # what is recorded, or refused, without running
+        # these functions are recorded, or refused, without running
         if func is F.scaled_dot_product_attention and _has_phantom((*args, *kwargs.values())):
             return self._sdpa(*args, **kwargs)
         if func is F.multi_head_attention_forward:
@@ -105,7 +105,7 @@ class Seams(TorchFunctionMode):
         if getattr(func, "__name__", "") in ("requires_grad_", "__set__"):
             self._ask(args[0])
         if func is torch.empty and result.is_floating_point():
-            return phantom(result)  # it holds no data, and may be written activations
+            return phantom(result)  # an empty tensor holds no data, and may be written activations
         return blank(result) if func in (torch.zeros, torch.eye) else result
 
     def _ask(self, tensor: torch.Tensor) -> None:

@@ -29,7 +29,7 @@ from headway.tracing.repeats import are_alike, check_loops, merge_experts, merge
 from headway.tracing.results import Results, start_backward
 from headway.tracing.stand_ins import recording
 
-_MOST_CHARACTERS = 300  # of an error's own text
+_MOST_CHARACTERS = 300  # most characters of an error's own text
 
 
 def trace(model_or_config: Any, *, inputs: Any = None, results: Results = None, name: str | None = None) -> CostModel:
@@ -117,7 +117,7 @@ def _traced(
         apart = _run(model, text_alone(), backward=False).met_nothing
         in_use |= {i: 0 for i, home in enumerate(homes) if apart >> i & 1 and home.startswith("language.")}
 
-    # what the ledger was read off, and what of the model it leaves out
+    # source of the ledger, and parts of the model that the ledger leaves out
     source = _source(model, parameters) | model_inputs.notes
     if is_model and (note := note_on_quantised(model_or_config)):
         source["quantised"] = note
@@ -342,7 +342,7 @@ def _source(model: Any, parameters: Sequence[str]) -> dict[str, str]:
         import transformers
 
         source |= {"model_type": model.config.model_type, "transformers": transformers.__version__}
-        with suppress(AttributeError, NotImplementedError):  # not every model says where its tokens enter
+        with suppress(AttributeError, NotImplementedError):  # some models do not say where their tokens enter
             weight = model.get_input_embeddings().weight
             source["embeddings"] = parameters[weight.sources.bit_length() - 1]
     return source

@@ -64,7 +64,7 @@ def refuse_flat(model: nn.Module) -> None:
 
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Say whether a tensor is a DTensor; torch.distributed is not loaded for it."""
-    dtensor: Any = sys.modules.get("torch.distributed.tensor")  # where nobody imported it, nothing is sharded
+    dtensor: Any = sys.modules.get("torch.distributed.tensor")  # no tensor is sharded where nobody imported the module
     return dtensor is not None and isinstance(tensor, dtensor.DTensor)
 
 
@@ -263,7 +263,7 @@ def _rebound(thing: Any, memo: dict[int, Any]) -> Any:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    dynamo: Any = sys.modules.get("torch._dynamo")  # where nobody imported it, nothing is compiled
+    dynamo: Any = sys.modules.get("torch._dynamo")  # no module is compiled where nobody imported dynamo
     return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
 
 

@@ -51,7 +51,7 @@ class Line:
     op: str  # kind of operation, by the ledger
     ledger: tuple[int, int]  # forward and backward FLOPs by the ledger
     counted: tuple[int, int]  # forward and backward FLOPs that PyTorch's formulas give for what was dispatched
-    explanation: str | None  # why the two differ; "" where they are equal, None where nothing explains it
+    explanation: str | None  # reason why the two differ; "" where they are equal, None where nothing explains it
 
 
 def verify(
@@ -199,7 +199,7 @@ class CountedStep(TorchDispatchMode):
         elif any(a.requires_grad for a in operands):
             # the first operation after a node was made is its own; dropout, say, allocates before it makes one
             self._module_of_node.setdefault(torch._C._autograd._get_sequence_nr() - 1, path)
-        # what the real masks hid shows in the softmaxes alone
+        # softmaxes alone show what the real masks hid
         if packet is aten._softmax and node is None:
             self.softmaxes[path].append((out.numel(), int(torch.count_nonzero(args[0] > HIDDEN)), out.shape[-1]))
         if packet not in flop_registry:
@@ -403,8 +403,8 @@ def _squares(bill: ModuleBill, step: CountedStep, counted: tuple[int, int]) -> s
     allowed, run = bill.flops[0] // per_score, counted[0] // per_score
     if run < allowed or counted != (run * per_score, run * per_score_back):
         return None
-    # what ran is a square: one text's queries over all keys, its own and compressed ones beside them; all pictures in
-    # a row; all of a clip
+    # a square ran: one text's queries over all keys, its own and compressed ones beside them; all pictures in a row;
+    # all of a clip
     is_of_text = workload.num_segments == 1 and run % workload.tokens == 0
     of_clips = {drivers.parse_driver(_all_pairs(driver))(workload) for driver in of_driver if _all_pairs(driver)}
     if not (is_of_text or run == workload.patches**2 or run in of_clips):

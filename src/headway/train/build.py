@@ -98,7 +98,7 @@ def build_trained(
     """
     if device.type == "cuda":  # transformers compares numbers of tokens on the device, and would wait for each
         os.environ.setdefault("TRANSFORMERS_DISABLE_TORCH_CHECK", "1")
-    # where frozen weights are held in fewer bits than those that learn, values come once it is known which these are
+    # values wait until it is known which weights learn, if frozen weights are held in fewer bits
     later = mesh is not None or config.model.base is not None or _holds_frozen(config, precision)
     model = build_model(config, checkpoint, precision.params, torch.device("meta") if later else device)
     notes = try_packs(model, tokens=config.data.tokens_per_pack, is_shared=mesh is not None)
@@ -259,7 +259,7 @@ def give_weights(
         CheckpointError: the weights are not whole, or of another model.
     """
     keep_on = torch.device("cpu") if config.parallel.offload else device
-    with without_adapters(model):  # which have weights of their own later
+    with without_adapters(model):  # adapters have weights of their own later
         if checkpoint is not None:
             allocate(model, device, keep_on=keep_on)
         elif config.model.random_init:
@@ -289,7 +289,7 @@ def _architecture(path: str, rows: int = 0, *, scores: bool = False) -> dict[str
         scores: whether a reward model is made of it.
     """
     volatile = ["transformers_version", "_name_or_path", "dtype", "architectures"]
-    volatile += ["pad_token_id"] if scores else []  # which a reward model has from its tokenizer
+    volatile += ["pad_token_id"] if scores else []  # a reward model has its padding from its tokenizer
 
     architecture = scoring_config(load_model_config(path)) if scores else load_model_config(path)
     text = architecture.get_text_config()

@@ -148,9 +148,10 @@ class _Witnesses:
 
     faults: list[str] = field(default_factory=list)
     sums: set[int] = field(default_factory=set)  # steps of the checkpoints that agree
-    chains: dict[int, int] = field(default_factory=dict)  # likewise, with the step that the chain begins after
+    # steps of the checkpoints whose chain agrees, with the step that the chain begins after
+    chains: dict[int, int] = field(default_factory=dict)
     counts: int = 0
-    resumes: int = 0  # as the checkpoints count them
+    resumes: int = 0  # resumes by the checkpoints' own count
     checkpoints: int = 0
 
 
@@ -160,7 +161,7 @@ class _Steps:
     def __init__(self, folder: Path) -> None:
         path = folder / METRICS
         self.digests, self.packs = array("Q"), array("Q")
-        self.fields: list[tuple[Any, ...]] = []  # those of CHAINED
+        self.fields: list[tuple[Any, ...]] = []  # fields of CHAINED for each step
         self.compares = False  # whether the objective makes several segments of a sample
         self._chains: dict[int, list[str]] = {}  # digests of the chains that begin after a step
         for record in _lines(path):
@@ -230,7 +231,7 @@ def _compare(folder: Path, other: Path | None) -> Check:
         for lost in resume["lost"]:
             step = lost["step"]
             if step > len(steps) or lost["samples_digest"] is None:
-                continue  # not taken again yet
+                continue  # the step is not taken again yet
             if lost["packs"] != steps.packs[step - 1]:
                 regrouped += 1
                 continue
@@ -247,7 +248,7 @@ def _compare(folder: Path, other: Path | None) -> Check:
     witnesses.faults += differing
     _compare_restarts(folder, resumes, witnesses)
 
-    # What remains is proved, unless something disagrees.
+    # All steps with a witness are proved, unless something disagrees.
     last = max(witnesses.sums, default=0)
     witnessed = [(1, last), *((step, step) for step in redone), (1, others or 0)]
     ordered = [(since + 1, step) for step, since in witnesses.chains.items()]
@@ -289,7 +290,7 @@ def _compare_checkpoint(saved: dict[str, Any], step: int, steps: _Steps, witness
                 f"the checkpoint of step {step} had steps in another order behind it, or with other packs, tokens or "
                 "segments, than the records"
             )
-    # What the feed counted for itself, against the records' totals.
+    # The feed's own counts must be the records' totals.
     for name, count in _feed_counts(saved.get("report")).items():
         if name == "segments" and steps.compares:
             continue

@@ -79,7 +79,7 @@ def open_feed(
             f"data.prefetch_bytes {data.prefetch_bytes} is more than this machine's memory of {memory_bytes} bytes, "
             "which packs made ahead would fill. Lower it; 2**30 (1 GiB) is the default."
         )
-    # What a worker needs to make packs, and which share of them this rank takes.
+    # Sources of packs, and the share of the packs that this rank takes.
     sources, stages = open_stages(data, config.optim.epochs)
     files = agreed_files(sources, data.verify, ranks)
     if FILES in position:  # ranks on other machines may read copies of their own, whose times are others
@@ -169,7 +169,8 @@ def make_collator(
         position_rows=1 if encoder.rope_index is None else 3,
         blank=encoder.blank_image(),
         sources=sources,
-        bucket_tokens=math.lcm(data.bucket_tokens or 1, ranks.sequence),  # those who share a pack have equally many
+        # ranks that share a pack have equally many tokens
+        bucket_tokens=math.lcm(data.bucket_tokens or 1, ranks.sequence),
         bucket_patches=data.bucket_patches,
         shares_prompts=encoder.shares_prompts,
     )

@@ -117,7 +117,7 @@ class Loop:
 
             # This rank's packs come before its first forward, and with them what the other ranks' hold.
             batches, shared = self._next_step(packs)
-            if data_ended := shared.flags.has_ended:  # of a stream; how far an index reaches is known beforehand
+            if data_ended := shared.flags.has_ended:  # a stream ends here; the end of an index is known before the run
                 self._step -= 1
                 break
             stopped_by = shared.flags.stop_signal
@@ -135,7 +135,7 @@ class Loop:
             is_to_keep = is_best and bool(config.checkpoint.keep_best)
             if _is_due(self._step, config.checkpoint.every) or is_last or stopped_by or ended_early or is_to_keep:
                 last.save()
-        if data_ended:  # what the last step does, now that it is known which one it was
+        if data_ended:  # work of the last step, which is only now known to be the last
             out.progress.note(_data_ended(run, self._step))
             if config.eval.at_end:
                 self._evaluate()

@@ -46,7 +46,7 @@ def record_memory(run: Run, config: TrainConfig, peak_bytes: int) -> Path | None
         planned = memory_plan(config, cost_model, saved, run.ranks.size, pack.tokens, pack.patches)
     except HeadwayError:
         return None
-    # What others hold on the device is all that the allocator has not reserved.
+    # Other processes hold all that is neither free nor reserved by this allocator.
     free, total = torch.cuda.mem_get_info(run.device)
     reserved = torch.cuda.memory_reserved(run.device)
     measured = {**held_bytes(run), "peak": peak_bytes, "reserved": reserved, "outside": total - free - reserved}

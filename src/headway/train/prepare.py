@@ -193,7 +193,7 @@ def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folde
 
     phase.at("reading and measuring the data", watched=False)  # a first index takes as long as the data are large
     feed = open_feed(config, encoder, model, cost_model, ranks, pin_memory=device.type == "cuda", position=position)
-    phase.at("preparing the objective", watched=False)  # which may run a model on all of the data
+    phase.at("preparing the objective", watched=False)  # the objective may run a model on all of the data
     parts = RunParts(
         config=config,
         trained=trained,
@@ -214,7 +214,7 @@ def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folde
         restore(checkpoint, model, optimizer, ema)
         feed.load_state_dict(position, config.data.verify)
         restore_random_state(checkpoint.random_state(ranks.rank))
-    phase.at("counting the steps", watched=False)  # of a run that its data end; as long as it takes to plan them
+    phase.at("counting the steps", watched=False)  # a run to the end of its data plans all of its steps here
     steps, notes = _length(config, feed, checkpoint)
     if checkpoint is not None and FILES not in position:
         notes += (f"{checkpoint.folder} names no data files, so that only lengths of samples were compared",)

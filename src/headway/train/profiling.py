@@ -21,8 +21,8 @@ from headway.train.recorder import StepRecorder
 if TYPE_CHECKING:
     from headway.models.router import RouterSummary
 
-LARGEST_SHARE = 0.005  # of a run's time that its automatic profiles may take
-FIRST_S = 4.0  # what a profile is assumed to cost before one was taken, as on a busy machine [s]
+LARGEST_SHARE = 0.005  # largest share of a run's time for its automatic profiles
+FIRST_S = 4.0  # assumed cost of a profile before the first, as on a busy machine [s]
 _STEPS, _COMPARED = 2, 20  # steps that are recorded; steps of which a speed is the median
 _CHANGED, _LOOKS = 1.5, 3  # times as fast or slow as when the last profile was taken, at so many looks in a row
 _MOST_FILES, _LARGEST_BYTES = 4, 64 << 20  # in a run's folder; of a file
@@ -152,9 +152,9 @@ class AutoProfile(LoopWatcher):
         self._folder, self._meter, self._num_steps, self._make = folder / "profile", meter, num_steps, window
         self._window: ProfileWindow | None = None
         self._recent: deque[float] = deque(maxlen=_COMPARED)  # times of the last steps [s]
-        self._times: deque[StepTime] = deque(maxlen=_COMPARED // 2)  # which the window's steps are compared with
+        self._times: deque[StepTime] = deque(maxlen=_COMPARED // 2)  # times that the window's steps are compared with
         self._last_s: float | None = None
-        self._usual_s: float | None = None  # of a step when the last profile was taken
+        self._usual_s: float | None = None  # time of a step when the last profile was taken [s]
         self._num_changed = 0  # looks in a row at which steps took another time than then
         self._num_profiles, self._cost_s, self._trained_s = 0, 0.0, 0.0
 
@@ -191,7 +191,7 @@ class AutoProfile(LoopWatcher):
             return
         self._times.append(step.time)
         if step.time.compiled or before_s is None:
-            self._recent.clear()  # not warm, or no longer
+            self._recent.clear()  # the run is not warm, or no longer
             return
         self._recent.append(step_s)
         self._trained_s += step_s
@@ -223,7 +223,7 @@ class AutoProfile(LoopWatcher):
             if self._num_changed < _LOOKS:
                 return False
         next_s = self._cost_s / self._num_profiles if self._num_profiles else FIRST_S
-        # What lies ahead is taken at the higher speed of the two: a run that is slow for a while is no longer for that.
+        # Steps ahead are taken at the higher of the two speeds: a run that is slow for a while gains no time by that.
         run_s = self._trained_s + (self._num_steps - step) * min(now_s, usual_s or now_s)
         is_cheap = self._cost_s + next_s <= LARGEST_SHARE * run_s
         is_room = step + _STEPS < self._num_steps and len(list(self._folder.glob("*.json.gz"))) < _MOST_FILES

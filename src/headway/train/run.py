@@ -78,7 +78,7 @@ def train(config: TrainConfig, *, resume: bool | None = False, is_smoke: bool = 
                 phase.on_enter = None
             return _run(config, run, phase, start_ns)
         except RunCompleteError as error:
-            if rank == 0:  # it may have been ended while it exported, or have found no room
+            if rank == 0:  # the run may have been ended while it exported, or have found no room
                 phase.at("export", watched=False)
                 error.model = exports_of(config).make(find_checkpoint_in(config.run.folder))
             raise
@@ -116,7 +116,7 @@ def _run(config: TrainConfig, run: Run, phase: LoopPhase, start_ns: int) -> RunS
         for warning in utilisation.warnings:
             out.progress.note(f"warning: {warning}")
 
-    # Of all steps, those before a resume included: the first process has them.
+    # Losses of all steps, those before a resume included: the first process has them.
     losses = run.ranks.gather_all(out.metrics.losses)[0]
     summary = RunSummary(
         folder=config.run.folder,

@@ -182,7 +182,7 @@ class RunFolder:
             )
 
     def _take(self) -> None:
-        for left in writers(self.path / CHECKPOINTS):  # of a run of this process that was interrupted
+        for left in writers(self.path / CHECKPOINTS):  # writers of a run of this process that was interrupted
             left.join()
         self._lock = (self.path / LOCK).open("ab+", buffering=0)
         try:
@@ -196,7 +196,7 @@ class RunFolder:
                 f"{f' ({owner})' if owner else ''}. Nothing was changed there. Wait until it has ended, or end it, "
                 f"or give another folder with {Argument('run.folder', example='FOLDER')}."
             ) from error
-        with suppress(OSError):  # who owns it is told in errors only; a full disk is met by the next write
+        with suppress(OSError):  # errors alone name the owner; a full disk is met by the next write
             self._lock.truncate(0)
             self._lock.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
 
@@ -214,7 +214,7 @@ def _check_unchanged(config: TrainConfig, folder: Path) -> None:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise _unknown_settings(path) from error
-    if not isinstance(raw, dict):  # as one cut short by a full disk
+    if not isinstance(raw, dict):  # a file may have been cut short by a full disk
         raise _unknown_settings(path)
     before, now = settings_by_name(parse_config(raw, source=str(path))), settings_by_name(config)
     free = [setting.name for setting in walk(TrainConfig) if setting.is_free]

@@ -180,7 +180,7 @@ class RunSummary:
         if self.model is None:
             return [("model folder", "none; make one with headway export")]
         kind = "adapters" if exists(place(self.model / ADAPTER_CONFIG)) else "model folder"
-        note = processor_note(self.model) if self.model.is_dir() else None  # it may be behind a URL
+        note = processor_note(self.model) if self.model.is_dir() else None  # the model may be behind a URL
         return [(kind, shown(self.model)), *([("processor", note)] if note is not None else [])]
 
 

@@ -32,8 +32,8 @@ STOPPING = {
     int(signal.SIGHUP): "SIGHUP",
 }
 HUNG = 1  # exit code; any but 0 lets torchrun start the processes again
-_TELLING_S = 10.0  # how long a disk or terminal may take with the last words of a hung process [s]
-# As gloo says it, while it works and while it connects.
+_TELLING_S = 10.0  # longest time that a disk or terminal may take with the last words of a hung process [s]
+# Messages of gloo, at work and while it connects.
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "connectFullMesh")
 
 

@@ -30,7 +30,7 @@ from headway_bagel.model import BagelModel
 
 _WEIGHTS, _AUTOENCODER = "ema.safetensors", "ae.safetensors"
 _CONFIGS = ("llm_config.json", "vit_config.json")
-_SCALE, _SHIFT = 0.3611, 0.1159  # of FLUX's latents: modeling/autoencoder.py, load_ae
+_SCALE, _SHIFT = 0.3611, 0.1159  # scale and shift of FLUX's latents: modeling/autoencoder.py, load_ae
 
 
 def read_checkpoint(folder: Path, target: Path) -> str:

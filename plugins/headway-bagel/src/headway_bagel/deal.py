@@ -45,7 +45,7 @@ def deal(arguments: dict[str, Any], rank: int, degree: int) -> PackShare:
     owner_T = _owners(own, degree)
     mine_T = owner_T == rank
     slots_H = mine_T.nonzero()[:, 0]
-    place_T = mine_T.cumsum(0) - 1  # of each slot among the process's own
+    place_T = mine_T.cumsum(0) - 1  # place of each slot among the process's own
     for name in ("input_ids", "position_ids"):
         own[name] = own[name][:, slots_H]
 
@@ -110,7 +110,7 @@ def _cut_latents(arguments: dict[str, Any], mine_T: torch.Tensor, place_T: torch
     if "latent_pixels" in arguments:
         own = arguments["latent_grids"].unique().tolist()
         arguments["latent_pixels"] = [arguments["latent_pixels"][number] for number in own]
-        if "encoder_noise" in arguments:  # of whole images
+        if "encoder_noise" in arguments:  # the noise is of whole images
             arguments["encoder_noise"] = arguments["encoder_noise"][
                 torch.isin(grids, torch.tensor(own, dtype=grids.dtype))
             ]

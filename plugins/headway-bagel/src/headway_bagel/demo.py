@@ -37,7 +37,7 @@ QUESTION = "Which digit is this?"
 _REQUESTS = ("Draw a {}.", "Please draw the digit {}.", "A handwritten {}.")
 FREE = "Draw a digit."
 """A request that names no digit, which guidance leads away from."""
-_FREE_SHARE = 0.1  # of the requests that name no digit
+_FREE_SHARE = 0.1  # share of the requests that name no digit
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,7 @@ class DrawingEncoder(Encoder):
         ConfigError: the tokenizer lacks one of these tokens, or the limit cannot take effect.
     """
 
-    def __init__(  # it has neither a chat template nor a processor
+    def __init__(  # the class has neither a chat template nor a processor
         self,
         tokenizer: Any,
         config: BagelConfig,

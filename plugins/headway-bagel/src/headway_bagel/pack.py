@@ -64,7 +64,8 @@ class DrawnPack(FamilyInputs):
         """
         if not self.grids:
             return self
-        # of each image in the order of the pack, from its sample's generator: time, noise, the autoencoder's noise
+        # Each image draws time, noise and the autoencoder's noise, in the order of the pack, from its sample's
+        # generator.
         generators = [_generator(origin, seed, step) for origin in origins]
         noise, times, encoder_noise = [], [], []
         encodes = "latent_pixels" in self.inputs
@@ -109,6 +110,6 @@ class DrawnPack(FamilyInputs):
 
 
 def _generator(origin: Origin, seed: int, step: int) -> torch.Generator:
-    file = origin.file.rpartition("/")[2]  # not its folder: data that are moved have the same noise
+    file = origin.file.rpartition("/")[2]  # the name without its folder: data that are moved have the same noise
     name = f"{origin.source}\0{file}\0{origin.row}\0{seed}\0{step}".encode(errors="surrogatepass")
     return torch.Generator().manual_seed(int.from_bytes(blake2b(name, digest_size=8).digest(), "big") >> 1)

@@ -209,7 +209,7 @@ class _Pack:
     def velocity(self, x_NRC: torch.Tensor, time: float) -> torch.Tensor:
         """Compute the flow's velocity at a time, of images that are on their way: shape (N, R, C)."""
         x_LC = self._latents_LC.index_copy(0, self._arguments["drawn_rows"], x_NRC.flatten(0, 1)).to(self._dtype)
-        # What stands in place of the clean latents is what the flow has come to: noise in equal part changes nothing.
+        # The flow's state stands in place of the clean latents: noise in equal part changes nothing.
         out = self._model(**self._arguments, latents=x_LC, noise=x_LC, timesteps=time * self._is_drawn_G)
         flow: torch.Tensor = out.flow.float().view(x_NRC.shape)
         return flow

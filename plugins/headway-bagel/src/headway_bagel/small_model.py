@@ -8,7 +8,7 @@ from headway.models.load import load_processor
 from headway.synthetic.processor import write_tokenizer
 from headway_bagel.configuration import BagelConfig
 
-_NORM_GROUPS = 8  # of a small autoencoder's norms
+_NORM_GROUPS = 8  # groups of a small autoencoder's norms
 
 
 def write_drawer(folder: Path, texts: Sequence[str], *, side: int) -> Path:

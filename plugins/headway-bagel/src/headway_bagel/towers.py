@@ -90,7 +90,7 @@ class VisionTower(nn.Module):
             Shape (P, tower's hidden size).
         """
         x = self.vision_model.embeddings(pixels, places_P)[None]
-        if "flash" in str(self.config._attn_implementation):  # which take boundaries
+        if "flash" in str(self.config._attn_implementation):  # flash kernels take boundaries
             more = {"max_length_q": longest, "max_length_k": longest} | ({} if split is None else {"pack_split": split})
             x = self.vision_model.encoder(x, cu_seq_lens_q=cu_M, cu_seq_lens_k=cu_M, **more).last_hidden_state
         else:
@@ -134,7 +134,7 @@ class GridPositions(nn.Module):
         quarter = self.pos_embed.shape[1] // 4
         place = torch.arange(self.side, dtype=torch.float64)
         angles = place[:, None] / 10000 ** (torch.arange(quarter, dtype=torch.float64) / quarter)
-        waves = torch.cat([angles.sin(), angles.cos()], dim=1)  # of one direction
+        waves = torch.cat([angles.sin(), angles.cos()], dim=1)  # waves of one direction
         columns, rows = waves.repeat(self.side, 1), waves.repeat_interleave(self.side, dim=0)
         self.pos_embed.copy_(torch.cat([columns, rows], dim=1))
 

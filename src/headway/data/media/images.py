@@ -221,7 +221,7 @@ def _opened(file: BinaryIO) -> Pillow.Image:
     warnings.simplefilter("ignore", Pillow.DecompressionBombWarning)
     try:
         return Pillow.open(file, formats=formats)
-    except UnidentifiedImageError as error:  # its text only shows the file object's repr
+    except UnidentifiedImageError as error:  # the error's own text shows the file object's repr alone
         raise OSError("it is no picture in a format that is read") from error
 
 

@@ -116,7 +116,7 @@ Opener = Callable[[Sequence[Media], Opening], OpenedKind]
 def _open_patches(images: ImagePatches, media: Sequence[Media], at: Opening) -> OpenedKind:
     """Open images that the model reads as patches with their grids."""
     pictures = tuple(at.files.enter_context(Picture(item, at.where, at.max_pixels)) for item in media)
-    with foreign(partial(refused, at.where, "an image")):  # as one too narrow to resize
+    with foreign(partial(refused, at.where, "an image")):  # an image may be too narrow to resize
         grids = tuple(images.grid(*picture.size) for picture in pictures)
         inputs = {"image_grid_thw": np.asarray(grids)}
         words = [at.processor.replace_image_token(inputs, image_idx=i) for i in range(len(grids))]
@@ -138,7 +138,7 @@ def _open_processed(processed: ProcessedImages, media: Sequence[Media], at: Open
 def _open_videos(videos: VideoPatches, media: Sequence[Media], at: Opening) -> OpenedKind:
     """Open videos, which the model reads as patches with their grids."""
     opened = [clip_of(item, at.where, at.max_pixels) for item in media]
-    with foreign(partial(refused, at.where, "a video")):  # as frames too narrow to resize
+    with foreign(partial(refused, at.where, "a video")):  # frames may be too narrow to resize
         clips = tuple(videos.sample(clip) for clip in opened)
         grids = tuple(clip.grid for clip in clips)
         clip_metadata = [metadata_of(own.clip.num_frames, own.clip.fps, own.places) for own in clips]

@@ -50,7 +50,7 @@ class SampleTokens:
         return int(places[-1]) + 1 if len(places) else 0
 
 
-_SHOWN_TOKENS = 3  # of those that were added, in an error
+_SHOWN_TOKENS = 3  # most missing tokens that an error shows
 
 
 class Tokeniser:
@@ -234,7 +234,7 @@ class Tokeniser:
         for match in self._pattern.finditer(text):
             replacement = next(waiting[match.lastgroup or ""])
             short = self._runs.sub(lambda run: self._first(run.group()), replacement)
-            # How often each token of the runs is repeated, put back as ids once the short text is tokenised.
+            # Repeats of each run's token, put back as ids once the short text is tokenised.
             counts += [len(run.group()) // len(self._first(run.group())) for run in self._runs.finditer(replacement)]
             pieces += [text[last : match.start()], short]
             last = match.end()

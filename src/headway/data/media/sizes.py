@@ -17,7 +17,7 @@ from headway.errors import ConfigError
 _BOUNDS = {"min_pixels": ("min_pixels", "shortest_edge"), "max_pixels": ("max_pixels", "longest_edge")}
 """Keys of a processor's `size` that may bound pixels from below and from above, the first that it has."""
 
-_TRIED_SIDE = 224  # of the square by which a processor is tried, a multiple of what most make their sides [pixels]
+_TRIED_SIDE = 224  # side of the square by which a processor is tried, a multiple of most processors' units [pixels]
 _OF_SIZE = ("size", "crop_size", "do_resize", "do_center_crop")
 
 
@@ -96,7 +96,7 @@ class MediaSizes:
         """A copy of the video processor, with its settings changed."""
         wanted = {name: value for name, value in self.changes.items() if name not in _BOUNDS}
         rules: Any = getattr(processor, "video_processor", None)
-        if not hasattr(rules, "with_settings"):  # those whose rules Headway does not know have none
+        if not hasattr(rules, "with_settings"):  # a processor whose rules Headway does not know lacks the method
             raise ConfigError(
                 f"{_listed(wanted)} cannot take effect: no videos of this model are read ({type(processor).__name__}). "
                 "Leave it out; docs/media.md lists what is read."
@@ -153,7 +153,7 @@ def _bounds_pixels(images: Any) -> bool:
             _patches(_with_size(images, {"min_pixels": least, "max_pixels": most}), square) for least, most in tried
         )
     except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, StopIteration):
-        return False  # it has no such bounds
+        return False  # the processor has no such bounds
     return shrunk < unbounded < enlarged
 
 

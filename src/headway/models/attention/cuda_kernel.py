@@ -68,7 +68,8 @@ def _switch_to_fa3(_device: torch.device) -> str | None:
     """Switch PyTorch to FlashAttention-3; returns why that failed, as a part of a sentence, or None."""
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Warning only once for all operators")  # it replaces kernels: as asked
+            # the warning is of replaced kernels, as asked
+            warnings.filterwarnings("ignore", "Warning only once for all operators")
             activate_flash_attention_impl("FA3")
     except (ImportError, RuntimeError) as error:  # built for another PyTorch, or without a backward
         return f"PyTorch {torch.__version__} cannot use the installed {FA3}: {error}"
@@ -127,7 +128,7 @@ def choose_kernel(name: str, device: torch.device) -> tuple[str, ...]:
         )
     _chosen[0] = varlen_attention
     if current_flash_attention_impl() is not None:
-        restore_flash_attention_impl()  # of an earlier run in this process
+        restore_flash_attention_impl()  # ends the choice of an earlier run in this process
     if device.type != "cuda":
         return ()
     if name == "flash-attn":

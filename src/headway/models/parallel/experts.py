@@ -102,7 +102,7 @@ def shared_path_of(parent: nn.Module, experts: nn.Module) -> nn.Module | None:
     needed = [argument for argument in arguments if argument.default is argument.empty]
     if len(needed) != 1:  # a block that wants more than hidden states
         return None
-    reads: list[StorageWeakRef] = []  # of the experts, once they have been called
+    reads: list[StorageWeakRef] = []  # storages that the experts read, once they have been called
     paths: list[nn.Module] = []
 
     def stand_in(_module: nn.Module, hidden_TD: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
@@ -133,7 +133,7 @@ def shared_path_of(parent: nn.Module, experts: nn.Module) -> nn.Module | None:
 
 
 def _check(name: str, module: nn.Module, processes: int) -> None:
-    if name.rpartition(".")[2] == "base_layer":  # as peft names what it wraps
+    if name.rpartition(".")[2] == "base_layer":  # name by which peft holds the layer that it wraps
         raise ConfigError(
             f"The experts {name} have adapters, which cannot be spread over processes. Leave the experts out of the "
             "adapters' targets, or set parallel.expert to 1."

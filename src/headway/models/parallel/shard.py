@@ -82,7 +82,7 @@ def shard_model(
     embedding, head = hf_model.get_input_embeddings(), hf_model.get_output_embeddings()
     if head is not None and head.weight is not embedding.weight:
         shard(embedding)
-        shard(head, again=False)  # its backward follows at once
+        shard(head, again=False)  # the head's backward follows at once
     shard(model, again=False)
 
     # Gradients are summed: the loss is already divided by the step's supervised tokens over all processes.
@@ -191,7 +191,7 @@ def _reduce_unused(model: Any) -> None:
     def post_backward(*arguments: Any) -> None:
         for fsdp_parameter in group.fsdp_params if group.reduce_grads else ():
             if not hasattr(fsdp_parameter, "_unsharded_param") or fsdp_parameter.unsharded_accumulated_grad is not None:
-                continue  # not gathered yet, or with a gradient of an earlier pack
+                continue  # the weight is not gathered yet, or has a gradient of an earlier pack
             full_parameter = fsdp_parameter.unsharded_param
             if full_parameter.requires_grad and full_parameter.grad is None:
                 full_parameter.grad = torch.zeros_like(full_parameter)

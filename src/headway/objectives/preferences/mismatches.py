@@ -70,7 +70,7 @@ class Mismatches:
             with step.forward("kl", other):
                 log_p_A = scoring.log_probabilities(ready)
             values_A = None if self._refer is None else self._refer(ready, step)
-            if other.answers is None or not ranks.bills:  # those who share a pack all know its answers
+            if other.answers is None or not ranks.bills:  # processes that share a pack all know its answers
                 continue
             reference = self._of(batch) if values_A is None else values_A.sum()
             sums_2 += torch.stack([log_p_A.sum() - reference, log_p_A.new_tensor(len(log_p_A))])

@@ -151,7 +151,7 @@ class Preferences(Objective):
         config, tokenizer = parts.trained.model.config, parts.encoder.tokenizer
         self._preferring = preferring_of(settings, name_padding(config, tokenizer) if settings.row.scores else None)
         self._mismatches = self._make_mismatches() if settings.loss == "kto" else None
-        self._divergence: torch.Tensor | float = 0.0  # of the policy from the reference in the step [nats]
+        self._divergence: torch.Tensor | float = 0.0  # divergence of the policy from the reference in the step [nats]
         self.terms = _TERMS.get(settings.loss, PAIR_TERMS)
         self.ledgers = [self._reference.cost_model] if isinstance(self._reference, AdaptersOff) else []
         notes = [self._reference.note] if isinstance(self._reference, StoredReference) else []
@@ -190,7 +190,7 @@ class Preferences(Objective):
         with self.parts.autocast():
             labels_L = batch.labels_1T[0, batch.local_slots(group)]
             pack = self.parts.model_with_loss(batch.model_inputs(), labels_L, weigh=weights)
-        if weights is None or not self.parts.ranks.bills:  # those who share a pack all know its pairs
+        if weights is None or not self.parts.ranks.bills:  # processes that share a pack all know its pairs
             return PackSums(pack.total)
         assert weights.numbers is not None
         assert batch.answers is not None
@@ -213,7 +213,7 @@ class Preferences(Objective):
             return ""
         loss = record["loss"] - self._preferring.sft * pairs.get("nll", 0.0)
         expected = self._preferring.first_loss(pairs["desirable"] / pairs["rows"] if "rows" in pairs else 1.0)
-        exact = self.parts.precision.compute == torch.float32  # so that rounding hardly shows
+        exact = self.parts.precision.compute == torch.float32  # rounding hardly shows in float32
         if abs(loss - expected) <= expected * (_ROUNDING if exact else _ROUNDING_OF_HALVES):
             return ""
         return (
@@ -248,7 +248,8 @@ class Preferences(Objective):
         """Values of the stored reference for held-out answers of all processes; computed once, then read."""
         path, ranks, scoring = self.parts.config.run.folder / FOLDER / "eval.json", self.parts.ranks, self._scoring
         if not self.parts.resumes:
-            scoring.model_with_loss.model.train(False)  # as it is evaluated; the loop puts it into training mode
+            # mode of an evaluation; the loop puts the model into training mode
+            scoring.model_with_loss.model.train(False)
             gathered = ranks.gather_all(values_of(packs, scoring.log_probabilities, scoring.device))
             ranks.by_first(lambda: write_json(path, {place: row for part in gathered for place, row in part.items()}))
         return _kept_values(path)
@@ -278,7 +279,7 @@ class Preferences(Objective):
             return Mismatches(self._scoring, self._reference.metered)
         if parts.resumes:
             return saved_mismatches(self._scoring, parts.config.run.folder)
-        assert isinstance(parts.feed, IndexedFeed)  # as for the reference of the answers themselves
+        assert isinstance(parts.feed, IndexedFeed)  # the configuration has checked that there is an index
         steps = parts.feed.steps_left(parts.config.optim.steps)
         steps = parts.config.optim.steps if steps is None else steps
         assert steps is not None  # the configuration has checked that epochs can be counted

@@ -33,7 +33,7 @@ def share_prompts(
     """
     if settings.shared_prompts is False:
         return ()
-    # Its answers stand behind other prompts too, in packs of as many tokens.
+    # Unpaired answers stand behind other prompts too, in packs of as many tokens.
     by_itself = f"{settings.loss} takes each answer by itself" if settings.row.unpaired else ""
     reason = by_itself or why_apart(model, cost_model, encoder)
     if reason and settings.shared_prompts is True:

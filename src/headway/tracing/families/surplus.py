@@ -19,7 +19,7 @@ from headway.tracing.record import Recorder
 class Padding:
     """The units that a module's code runs, padding included."""
 
-    workload: Workload  # of the step, padding included
+    workload: Workload  # workload of the step, padding included
     run: dict[str, int]  # units that really run, of the drivers whose count on that workload they exceed
     reason: str  # a sentence for people
 
@@ -30,7 +30,7 @@ class Padding:
 
 def paddings(model: nn.Module, workload: Workload) -> Iterator[tuple[str, Padding]]:
     """Iterate over the modules whose code runs more than the model needs, each with how much more."""
-    length = int(workload.sources[0]) if workload.sources.size else 0  # of the source that the encoder reads
+    length = int(workload.sources[0]) if workload.sources.size else 0  # length of the source that the encoder reads
 
     def padded(run_length: int, run: dict[str, int], reason: str) -> Padding:
         padded_workload = Workload(workload.segments, sources=[run_length])

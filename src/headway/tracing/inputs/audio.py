@@ -17,7 +17,7 @@ from headway.tracing.phantom import phantom_floats
 _FEATURES = "get_audio_features"
 _TOKENS = ("audio_token_id", "audio_token_index")
 _MASKS = ("input_features_mask", "feature_attention_mask")  # true for each frame that is not padding
-_SAMPLES = "chunk_sample_lengths"  # of the waveform that each clip's frames come from
+_SAMPLES = "chunk_sample_lengths"  # argument for the samples of the waveform that each clip's frames come from
 _NUMBERS = (1, 2, 3, 1)  # clips in each run
 _PAIRS = ("audio_pairs:full", "audio_pairs:relative", "audio_offsets")
 
@@ -42,7 +42,7 @@ class AudioFeatures(InputForm):
         except TraceError:
             if not self._has_method:
                 raise
-            self._has_method = False  # it wants the text too, or what a forward does without
+            self._has_method = False  # the method wants the text too, or what a forward does without
             self.speech = self._find()
         if self.speech.fixed:
             self.drivers = [f"clips:{self.speech.fixed}"]

@@ -87,7 +87,7 @@ class Denoiser:
         groups = [4**level for level in range(1, levels)]  # patches that a level joins into one
         self._widths = [w for name in _TEXT_WIDTHS for w in _whole_numbers(getattr(self.config, name, None))] or [0]
         self._sizes, self._layout, self._width = self._ask(model)
-        self.patch = (1, 1, 1) if self._layout is _packed else self.patch  # which packing has made already
+        self.patch = (1, 1, 1) if self._layout is _packed else self.patch  # packing has made the patches already
         self.notes = {DENOISES: " ".join([self._latents, self._layout.__name__.strip("_"), *map(str, self.patch)])}
         self.notes |= SINGLE_FRAMES if self._layout is _images else {}
         self.drivers = ("patches", *(f"patches/{n}" for n in groups), "segments", "frames", "packs")

@@ -55,7 +55,7 @@ FORMS: list[type[InputForm]] = [
 ]
 
 _LENGTHS = (131, 197, 263, 331)  # primes: no product of a model's sizes equals a multiple of two of them
-_SHORT_LENGTHS = (17, 29, 41, 59)  # where a text has few positions, as beside a picture in CLIP
+_SHORT_LENGTHS = (17, 29, 41, 59)  # lengths for a text with few positions, as beside a picture in CLIP
 _PRIME_GAP = 60  # the next prime is nearer than that, as far as segments reach
 _NUM_STATES = 197  # positions of another model's states
 # arguments that hand a decoder the states of another model; left out, its cross attention rests
@@ -365,7 +365,7 @@ def without_arguments(
     if not isinstance(inputs, Inputs):  # a family's own form gives all
         return []
     names = {*inputs.arguments(workload), *_EVERYWHERE, *tried}
-    if "decoder_input_ids" in names:  # what an encoder would give, which itself runs
+    if "decoder_input_ids" in names:  # the encoder itself runs and gives this argument
         names.add("encoder_outputs")
     return [name for name, p in inputs.accepted.items() if name not in names and _TENSOR.search(str(p.annotation))]
 

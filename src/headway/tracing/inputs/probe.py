@@ -53,7 +53,7 @@ class Probe:
                 own[key] = self._setting(key)
         output = self._run(method, own)
         if isinstance(output, dict):
-            pooled = getattr(output, "pooler_output", None)  # which not every class of outputs declares
+            pooled = getattr(output, "pooler_output", None)  # some classes of outputs do not declare the field
             parts = (part for key, part in output.items() if key not in ("hidden_states", "attentions"))
             output = output.get("last_hidden_state", next(parts, None)) if pooled is None else pooled
         return _rows(output)
@@ -82,7 +82,7 @@ class Probe:
         try:
             self._run(self._model, arguments)
         except Exception:
-            if running or not rows:  # it was a part that failed, not the text that misses its tokens
+            if running or not rows:  # a part failed, and not the text for want of its tokens
                 raise
         finally:
             for hook in hooks:

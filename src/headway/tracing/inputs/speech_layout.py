@@ -14,12 +14,12 @@ from headway.tracing.build import LONGEST_WINDOW, subconfigs
 
 # one length a run; no two alike in what strides of 4 or 8 leave over, nor all in the same half of 16
 _FREE = (1201, 2011, 1606, 2408)
-_EVEN = (1200, 2016, 1632, 2400)  # for what takes multiples only
+_EVEN = (1200, 2016, 1632, 2400)  # lengths for a model that takes multiples only
 # windows in a clip, and the longest, where a last one that is partly filled could not be followed
 _BLOCKS, _LONGEST_BLOCK = (5, 11, 7, 13), 1000
-_SAMPLES = 160  # of a waveform for each frame of features: speech at 16 kHz, a frame each 10 ms
+_SAMPLES = 160  # samples of a waveform for each frame of features: speech at 16 kHz, a frame each 10 ms
 _WIDTHS = (80, 128)  # mel bands where a configuration does not say
-# what a model raises on shapes that do not fit it
+# errors that a model raises on shapes that do not fit it
 MISFITS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AssertionError, AttributeError)
 
 
@@ -29,7 +29,7 @@ class SpeechLayout:
 
     # axes after the clips: "frames" for that axis, numbers for the others, as (80, "frames")
     shape: tuple[int | str, ...]
-    lengths: tuple[int, ...]  # of a clip in each of four runs [frames]; all alike where a model takes one length only
+    lengths: tuple[int, ...]  # frames of a clip in each of four runs; all alike where a model takes one length only
     fixed: int = 0  # the one length that a model takes, else 0
     multiple: int = 1  # clips are padded to a multiple of it, under a mask [frames]
 
@@ -63,7 +63,7 @@ def windowed(pairs: str, sizes: Sequence[int]) -> list[str]:
     """Name the drivers of windowed attention of these sizes: in blocks, or each position among its neighbours."""
     blocks = [f"{pairs}:block:{size}" for size in sizes]
     sides = [(side, side) for size in sizes for side in (size, size - 1, size // 2)]
-    sides += [((size - 1) // 2, size // 2) for size in sizes]  # so many in all, each position among them
+    sides += [((size - 1) // 2, size // 2) for size in sizes]  # windows of `size` positions, the query's own included
     return [*blocks, *(f"{pairs}:local:{before}:{after}" for before, after in dict.fromkeys(sides) if before)]
 
 
