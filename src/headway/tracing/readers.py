@@ -203,7 +203,7 @@ def _of_product(first: int) -> Callable[[tuple[Any, ...], Any], int]:
 
 _Read = Callable[[Running, tuple[Any, ...], Any], Operation | None]
 _Count = Callable[[tuple[Any, ...], Any], int]
-_MM_V2, _GROUPED_V2 = (  # not in every PyTorch
+_MM_V2, _GROUPED_V2 = (  # some versions of PyTorch lack these
     [getattr(aten, name)] if hasattr(aten, name) else [] for name in ("_scaled_mm_v2", "_scaled_grouped_mm_v2")
 )
 # operations, how their products are read in forward, and how their FLOPs are counted where a backward runs them
