@@ -238,7 +238,7 @@ def _small_picture(chat: Chat, max_pixels: int) -> str:
 
 
 def _is_drawn(chat: Chat) -> bool:
-    """Whether the last answer is a picture and nothing else."""
+    """True if the last answer is a picture and nothing else."""
     last = chat.messages[chat.answers[-1]] if chat.answers else None
     return last is not None and bool(last.parts) and all(isinstance(part, ImagePart) for part in last.parts)
 

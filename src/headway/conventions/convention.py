@@ -83,8 +83,8 @@ class Convention:
     tool: str  # tool whose peak rule divides the number (`tool_peaks`); "" for the datasheet
     why: str  # one line on what it counts differently from `useful/1`
     price: Callable[[Architecture, Step], Parts]  # the rule itself, a pure function; raises `NotExpressibleError`
-    # which token positions it charges for: "real", "slots", "rows" (of the configured length), or "joint" (with those
-    # of the text beside latents)
+    # token positions that the rule charges for: "real", "slots", "rows" (of the configured length), or "joint" (with
+    # those of the text beside latents)
     tokens: Literal["real", "slots", "rows", "joint"]
     # positions that its attention spans: "segments", or "rows" of the configured length; "none" without attention
     scope: Literal["segments", "rows", "none"]

@@ -232,7 +232,7 @@ def _put_in(
         ) -> Any:
             if not x.is_cuda:  # whoever traces the model on shapes
                 return plain(x)
-            # Not in place: what follows a norm may still need its own gradient.
+            # The result is a new tensor, because the operation behind a norm may still need its own gradient.
             return LigerRMSNormFunction.apply(x, module.weight, norm.eps, norm.offset, norm.casting, False, None)
 
         module.forward = normalise

@@ -185,7 +185,7 @@ def load_model(
         model = _with_weights(model_class, str(spec), config, dtype, heads_seed=seed if scores else None)
         grow(model, rows, seed)
         model.to(device)  # type: ignore[arg-type]  # transformers narrows `to` to its own overloads
-    # What packing needs of every model: attention and experts that know segments, and no waits.
+    # Packing needs attention and experts that know segments, and a forward without waits.
     use_attention(model, attention)
     use_experts(model)
     answer_ahead(model)

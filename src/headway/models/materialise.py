@@ -91,7 +91,7 @@ def read_weights(
         info = _read_slices(sliced, model, plan)
         for key in done:
             model.get_parameter(key)._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers' mark
-        # What is still missing is initialised by the model's rule, tied names aside, and reported.
+        # Weights that are still missing are initialised by the model's rule, tied names aside, and reported.
         info.missing_keys -= done
         info = model._finalize_model_loading(model, plan, info)
         missing.update(info.missing_keys - model.all_tied_weights_keys.keys())

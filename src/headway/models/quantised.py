@@ -42,10 +42,10 @@ _LARGEST = 127  # code of 8 bits
 
 @dataclass(frozen=True)
 class ByteLayout:
-    """ByteLayout of the bytes of a weight.
+    """Layout of the bytes of a weight.
 
     Attributes:
-        base: how they are coded.
+        base: coding of the bytes.
         shape: of the weight: (O, I), or (E, ...) of experts, whose bytes are a row for each.
     """
 

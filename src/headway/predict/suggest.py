@@ -41,7 +41,7 @@ _SMALL_MODEL = 100_000_000  # parameters; nobody fine-tunes so few
 
 @dataclass(frozen=True)
 class MeasuredLengths:
-    """MeasuredLengths of all samples that can be used.
+    """Lengths of all samples that can be used.
 
     Attributes:
         tokens: of each sample [tokens], shape (N,).

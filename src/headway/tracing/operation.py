@@ -54,7 +54,7 @@ class Operation:
 
     module: str  # path of the innermost module running
     kind: str  # `matmul`, `convolution`, `experts`, `attention` or `recurrence`
-    # how much work of the repeated kind: rows of a matrix product, output positions of a convolution, pairs, tokens of
+    # work in units of the repeated kind: rows of a matrix product, output positions of a convolution, pairs, tokens of
     # a recurrence
     units: int
     unit_flops: int  # FLOPs per unit

@@ -52,7 +52,7 @@ class BestEvaluation:
         return False
 
     def has_ended(self, stop_after: int | None) -> bool:
-        """Whether so many evaluations have not bettered it that the run is to end."""
+        """True if the run is to end, because this many evaluations in a row were no better than the best."""
         return stop_after is not None and self.since >= stop_after
 
     @property

@@ -216,7 +216,7 @@ def build_model(
 
 
 def _holds_frozen(config: TrainConfig, precision: Precision) -> bool:
-    """Whether some weights do not learn and are held in the dtype of the products for it."""
+    """True if some weights are frozen, and are held in the dtype of the products for that reason."""
     partly = config.model.lora is not None or bool(config.model.freeze)
     return partly and precision.params != precision.compute
 

@@ -1,4 +1,4 @@
-"""Whether a run lost or repeated samples when it was interrupted: what its records prove, and what has no witness.
+"""Proof from a run's records that an interruption lost or repeated no samples, and the steps without a witness.
 
 Each step's record has a digest of its samples (`samples_digest`), which is a sum, so digests of steps add up. A record
 alone proves nothing; its witnesses were written by others. Each checkpoint carries, handed on from process to process,
@@ -112,7 +112,7 @@ class Check:
 
     @property
     def verdict(self) -> str:
-        """What the witnesses say of the samples, in one sentence."""
+        """Verdict of the witnesses on the samples, in one sentence."""
         if self.faults:
             return "something was lost or repeated, or a record was changed"
         if not self.proved:

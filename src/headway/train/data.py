@@ -273,6 +273,6 @@ def open_dataset(part: DatasetConfig, name: str | None = None) -> Source:
 
 
 def _identity(part: SourceConfig) -> str:
-    """What makes two sources one: everything that decides its samples."""
+    """Identity of a source: every setting that decides its samples."""
     names = [*DatasetConfig.model_fields, "overlong"]
     return json.dumps({name: getattr(part, name) for name in names}, default=str, sort_keys=True)

@@ -272,7 +272,7 @@ def _is_due(step: int, every: int | None) -> bool:
 
 
 def _data_ended(run: Run, step: int) -> str:
-    """What is told of a stream that ends before the steps do."""
+    """Note on a stream that ends before the steps do."""
     if step == (run.checkpoint.step if run.checkpoint else 0):
         kind = RunCompleteError if run.checkpoint else TrainingError
         raise kind(

@@ -197,7 +197,7 @@ def local_bytes(tensors: Iterable[torch.Tensor], device: torch.device) -> int:
 
 
 def asked_bytes(error: BaseException) -> int | None:
-    """How much was asked for when there was no more, if the error says so [bytes].
+    """Read the size of the allocation that failed [bytes]; None if the error does not say.
 
     >>> asked_bytes(RuntimeError("CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has ..."))
     1610612736

@@ -1,4 +1,4 @@
-"""What a run's memory was predicted to be and what it was, kept beside the run as memory.json; on CUDA alone.
+"""Predicted and measured memory of a run, written to memory.json in the run's folder; on CUDA alone.
 
 A CPU has no allocator of its own to ask, and the memory of the whole process says little of tensors.
 """
@@ -66,7 +66,7 @@ def record_memory(run: Run, config: TrainConfig, peak_bytes: int) -> Path | None
 
 
 def last_residual(folder: Path, names: Collection[str]) -> dict[str, Any] | None:
-    """What the last run in a folder held beyond its prediction.
+    """Memory that the last run in a folder held beyond its prediction.
 
     Args:
         folder: of the run.

@@ -87,7 +87,7 @@ class ProfileWindow(ProfiledSteps):
 
     @property
     def is_over(self) -> bool:
-        """Whether it records no more."""
+        """True if the window records no more."""
         return self._is_over
 
     def compare_with(self, times: Iterable[StepTime]) -> None:

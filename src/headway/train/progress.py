@@ -1,4 +1,4 @@
-"""What a run shows while it goes, on stderr: a line per logged step, a bar on a terminal, and warnings."""
+"""Display of a run on stderr: a line per logged step, a bar on a terminal, and warnings."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,7 +20,7 @@ from headway.train.best import BestEvaluation
 _LINES = "Lines on the screen"
 LEAST = 0.1  # share of the time that a warning is worth
 _EVERY, _KEPT = 50, 300  # steps from one look to the next, and that each looks back at
-_LOOKS = 4  # so many before a fall against their median can be told
+_LOOKS = 4  # fewest looks before a fall against their median is told
 # Passes by itself, names no cause, is what a shared machine is like, or is told with the guard that failed.
 _NOT_TOLD = ("first-steps", "not-compute-bound", "unstable-steps", "recompilation")
 
@@ -132,7 +132,7 @@ def step_line(
 
 
 def epoch_of(done: float, epochs: float | None) -> str:
-    """How often the data have played, of how often they are to.
+    """Render the epochs that are done, of the epochs that are wanted.
 
     >>> epoch_of(1.2345, 3.0), epoch_of(0.5, None)
     ('1.23/3', '0.50')
@@ -175,7 +175,7 @@ class RunWarnings:
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Take a step's record, and warn of what has become of the run since the last look."""
-        from headway.explain.findings.series import FALLING, FALLING_CAUSE, FALLING_HINT  # not before the first step
+        from headway.explain.findings.series import FALLING, FALLING_CAUSE, FALLING_HINT  # loaded at the first step
         from headway.explain.records import find_in_records
 
         self._records.append(record)
@@ -204,9 +204,8 @@ class RunWarnings:
         if len(before) < _LOOKS:
             return ""
         usual = median(before)
-        scatter = median(
-            abs(after - before_it) for before_it, after in pairwise(before)
-        )  # which a slow fall does not widen
+        # a slow fall does not widen this scatter
+        scatter = median(abs(after - before_it) for before_it, after in pairwise(before))
         if usual - now <= max(LEAST * usual, 3 * scatter):
             return ""
         return (

@@ -100,7 +100,7 @@ class StepRecorder:
         self._pending.append((pending, numbers.arriving()))
 
     def router_of_last(self) -> Callable[[], RouterSummary | None]:
-        """How evenly the last step used experts, None without any; to be called once the device has passed it."""
+        """Reader of the last step's routing, for when the device has passed that step; gives None without experts."""
         _, arrived = self._pending[-1]
         return lambda: arrived().router
 

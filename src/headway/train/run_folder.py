@@ -32,7 +32,7 @@ LOCK, SMOKE = ".lock", ".smoke"
 
 
 def has_run(folder: Path) -> bool:
-    """Whether a folder holds a run that began; one that failed before its first step left nothing worth keeping."""
+    """True if a folder holds a run that began: a run that failed before its first step left nothing worth keeping."""
     return (folder / METRICS).exists()
 
 
@@ -50,7 +50,7 @@ def refuse_existing_run(folder: Path) -> None:
 
 
 def from_weights_of(folder: Path) -> str:
-    """How another run begins with the weights of the one in a folder."""
+    """Settings by which another run begins with the weights of a folder's run, as part of a sentence."""
     exports = sorted((folder / EXPORTS).glob("step-*"))
     model = exports[-1] if exports else "MODEL"
     hint = "" if exports else f", a folder that `headway export {shown(folder)} MODEL` makes"

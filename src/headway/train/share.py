@@ -82,17 +82,17 @@ class StepShare(NamedTuple):
 
     @property
     def units(self) -> tuple[int, ...]:
-        """What the mean loss of each source is over, shape (S,)."""
+        """Divisor of each source's mean loss, shape (S,)."""
         return self.counts.units
 
     @property
     def divisor(self) -> int:
-        """What the summed losses of the step are divided by, in the gradient and in the log; at least 1."""
+        """Divisor of the step's summed losses, in the gradient and in the log; at least 1."""
         return max(1, sum(self.units))
 
     @property
     def learns(self) -> bool:
-        """Whether there is anything to learn from: a step whose samples were all left out has only padding."""
+        """True if the step has anything to learn from: a step whose samples were all left out has padding alone."""
         return any(self.units) or any(self.counts.others)
 
     @classmethod

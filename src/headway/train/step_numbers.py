@@ -17,7 +17,7 @@ from headway.models.router import RouterSummary
 
 
 class PackSums(NamedTuple):
-    """What the forward of a pack gave.
+    """Losses that the forward of a pack gave.
 
     Attributes:
         total: its part of the step's loss, a scalar to differentiate, once.
@@ -51,7 +51,7 @@ class StepNumbers(NamedTuple):
 
     @property
     def is_finite(self) -> bool:
-        """Whether all losses and the gradient are finite."""
+        """True if all losses and the gradient are finite."""
         return all(map(math.isfinite, (*self.losses, *self.terms.values(), self.grad_norm)))
 
 

@@ -82,7 +82,7 @@ class RunSummary:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every step that was asked for has been taken, or evaluations ended the run as was asked for."""
+        """True if the run has taken every planned step, or evaluations ended the run as the settings ask."""
         return self.steps == self.planned_steps or self.ended_early
 
     def to_dict(self) -> dict[str, Any]:
@@ -176,7 +176,7 @@ class RunSummary:
         return [("not recorded", "; ".join(losses))] if losses else []
 
     def _exported(self) -> list[tuple[str, str]]:
-        """What kind of folder the run leaves to be used, where, and how its processor opens if not as usual."""
+        """Kind and place of the folder that the run leaves to be used, and a note on its processor if there is one."""
         if self.model is None:
             return [("model folder", "none; make one with headway export")]
         kind = "adapters" if exists(place(self.model / ADAPTER_CONFIG)) else "model folder"

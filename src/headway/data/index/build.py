@@ -303,7 +303,7 @@ def measure_unit(job: IndexJob, unit: range) -> None:
 
 
 def _measured(job: IndexJob, unit: range) -> Iterator[SampleLengths | SampleError]:
-    """SampleLengths of each row, or why it cannot be used; a file that is gone or was changed is an error."""
+    """Measure each row, or say why it cannot be used; a file that is gone or was changed is an error."""
     for row in unit:
         try:
             sample = job.source[row]
