@@ -1,4 +1,4 @@
-"""Where Headway keeps what it can make again: measured ceilings, length indices, copies and places of rows."""
+"""Folder for files that Headway can make again: measured ceilings, length indices, copies and places of rows."""
 
 import os
 import platform

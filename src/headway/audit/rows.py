@@ -1,4 +1,4 @@
-"""Rows of a log: what each line reports, as the interval of numbers that are printed so, and what the log is."""
+"""Rows of a log: each number as the interval of values that are printed so, and facts of the log itself."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace

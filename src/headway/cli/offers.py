@@ -1,4 +1,4 @@
-"""The part of `headway plan` that compares offers: which devices, how many of them, what they cost."""
+"""The part of `headway plan` that compares offers: devices, their number and their cost."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -64,7 +64,7 @@ def chosen_offers(
 
 
 def print_offers(search: "OfferSearch", offers: "Sequence[Offer]", *, as_json: bool) -> None:
-    """Plan each offer and print them, the cheapest first, then why others are not among them."""
+    """Plan each offer and print the offers, the cheapest first, then the reasons against the rest."""
     with working(f"planning {len(offers)} offers"):
         results = search.run(offers)
     print_result(lambda: _record(search, results), lambda: _table(search, results), as_json=as_json)

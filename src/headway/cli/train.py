@@ -183,7 +183,7 @@ def find_inputs(config: "TrainConfig") -> None:
 
 
 def _scaled_down(config: "TrainConfig", overrides: tuple[str, ...], *, resume: bool | None) -> "TrainConfig":
-    """Shrink a recipe and write what it trains on; a run that goes on has both already."""
+    """Shrink a recipe and write its model and data; a run that goes on has both already."""
     import torch
 
     from headway.models.parallel.ranks import launched
