@@ -28,7 +28,7 @@ MONEY = "currency"
 
 
 def parse_number(text: str, unit: str = "", *, whole: bool = False) -> int | float | None:
-    """Read a number with what people write behind it, or before it.
+    """Read a number with the words or signs that people write around a number.
 
     Args:
         text: as typed.
@@ -122,7 +122,7 @@ def doubt(text: str, unit: str = "", *, whole: bool = False) -> str:
 
 
 def advice(text: str, unit: str = "", *, whole: bool = False) -> str:
-    """Numbers that can be written in place of a text that is none, behind what is doubtful about it.
+    """Advice on a text that is no number: the doubt, then numbers that can stand in its place.
 
     >>> advice("2m", "s")
     '2m may be minutes, milliseconds or months; write 2min or 2ms, and months in days'

@@ -1,4 +1,4 @@
-"""The terminal: how wide it is, and whether it shows colour. Pipes and files are of any width, and without colour."""
+"""Width and colour of the terminal; pipes and files are of any width, and without colour."""
 
 import os
 import shutil

@@ -52,7 +52,7 @@ class Small:
 
     @property
     def folder(self) -> Path:
-        """Where model, data and run lie."""
+        """Folder of the model, the data and the run."""
         return self.config.run.folder.parent
 
 
