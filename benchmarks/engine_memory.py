@@ -15,8 +15,9 @@ from headway.count.activations import SavedActivations, shipped_activations
 from headway.count.models import load_cost_model
 from headway.data.collate import Batch
 from headway.errors import PlanError
-from headway.predict.dry_run import USABLE, learning_model, memory_plan, precision_of
+from headway.predict.fitting import USABLE, memory_plan
 from headway.predict.memory import MemoryPlan
+from headway.predict.recipe import learning_model, precision_of
 from headway.tracing import trace
 from headway.tracing.block_activations import saved_of_config
 
@@ -73,7 +74,7 @@ def predicted_memory(
     tokens_padded, patches_padded = (
         max(len(lengths) * max(lengths, default=0) for lengths in of_packs) for of_packs in (of_segments, of_pictures)
     )
-    learning = learning_model(config, cost_model)
+    learning = learning_model(config.model, cost_model)
     return memory_plan(config, learning, saved, 1, slots, patches, (tokens_padded, patches_padded))
 
 

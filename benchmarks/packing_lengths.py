@@ -18,7 +18,7 @@ import torch
 from headway.cli.tune import search_of
 from headway.config import load_config
 from headway.errors import HeadwayError
-from headway.predict.tune import Candidate
+from headway.predict.prediction import Prediction
 from headway.predict.tune.space import Space
 from headway.report.charts import ChartMark, DrawnLine, lines_chart
 from headway.report.page import svg_file
@@ -76,7 +76,7 @@ def run_of(name: str, tokens: int) -> dict[str, Any]:
     return run
 
 
-def row_of(one: Candidate) -> dict[str, Any]:
+def row_of(one: Prediction) -> dict[str, Any]:
     """The numbers of a choice."""
     seconds: Any = one.time
     return {

@@ -18,9 +18,8 @@ from typing import Any
 
 import torch
 
-import headway.cli.dry_run
 import headway.cli.plan
-from headway.cli.dry_run import saved_of_recipe
+import headway.predict.saved
 from headway.cli.plan import named_recipe, speeds_of
 from headway.config import TrainConfig
 from headway.config.read import with_overrides
@@ -31,12 +30,15 @@ from headway.devices import Device, named_device
 from headway.packing.mesh import MeshShape
 from headway.predict.collectives import Links
 from headway.predict.communication import Exchanges
-from headway.predict.dry_run import dry_run, learning_model, memory_plan
+from headway.predict.fitting import memory_plan
 from headway.predict.forecast import Forecaster
 from headway.predict.held import State
 from headway.predict.kernel_bytes import Kernels
 from headway.predict.memory import MemoryPlan
 from headway.predict.moments import BFLOAT16
+from headway.predict.prediction import Predictor
+from headway.predict.recipe import learning_model
+from headway.predict.saved import saved_of_recipe
 from headway.predict.speeds import ATTENTION_KERNELS, Speeds
 from headway.predict.step_time import TimeLine
 from record import RESULTS, describe_environment, environment, markdown_table, result_paths, write
@@ -58,7 +60,7 @@ Source: GroupedExpertsDeepEP._apply_bias, nemo_automodel/components/moe/layers.p
 
 # Rows of one model ask for its ledger and its activations again: each is traced once.
 headway.cli.plan.resolve_cost_model = functools.cache(headway.cli.plan.resolve_cost_model)
-headway.cli.dry_run.saved_activations = functools.cache(headway.cli.dry_run.saved_activations)
+headway.predict.saved.shipped_activations = functools.cache(headway.predict.saved.shipped_activations)
 
 
 def main() -> None:
@@ -107,9 +109,9 @@ def predicted(row: dict[str, Any], models: dict[str, Any], folder: Path) -> dict
     if "memory_tb_per_s" in row:
         device = replace(device, memory_bytes_per_s=row["memory_tb_per_s"] * 1e12)
     saved = saved_of_recipe(config)
-    planned = dry_run(config, cost_model, saved, devices=devices, device=device)
+    planned = Predictor.of(config, cost_model, saved, device=device).at(config, devices)
     links = Links.of_device(device, per_node=row.get("per_node")) if devices > 1 else None
-    learning, speeds = learning_model(config, cost_model), speeds_of(config, cost_model, device, devices)
+    learning, speeds = learning_model(config.model, cost_model), speeds_of(config, cost_model, device, devices)
     if "attention" in row:
         speeds = with_kernel(speeds, device, row["attention"])
     # what other engines do: optimizers update in one pass, some losses are one kernel, rows for experts have kernels

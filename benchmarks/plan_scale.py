@@ -16,14 +16,15 @@ from typing import Any
 
 import torch
 
-from headway.cli.dry_run import saved_of_recipe
 from headway.cli.plan import named_recipe
+from headway.cli.scale_text import size_record
 from headway.devices import Device, named_device
 from headway.packing import Budget, Items, Order, Plan, measure
 from headway.predict.collectives import Links
-from headway.predict.dry_run import learning_model
 from headway.predict.failures import Reliability
-from headway.predict.scale import Scaling, enough_lengths, sized
+from headway.predict.prediction import Predictor
+from headway.predict.saved import saved_of_recipe
+from headway.predict.scale import at_size, enough_lengths, sized
 from headway.predict.speeds import Speeds
 from record import RESULTS, describe_environment, environment, markdown_table, result_paths, write
 
@@ -73,17 +74,17 @@ def in_process(name: str, devices: int) -> dict[str, Any]:
 def run_of(name: str, devices: int) -> dict[str, Any]:
     """Plan a recipe for one number of devices, and compare its balance with the planner's own report."""
     recipe, device, settings = SEEDS[name]
-    scaling, config = scaling_of(recipe, named_device(device), settings)
+    predictor, config = predictor_of(recipe, named_device(device), settings)
     began = time.process_time()
-    run = scaling.at(config, devices)
+    run = at_size(predictor, config, devices, reliability=RELIABILITY)
     planned_s = time.process_time() - began
     peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    report = planner_report(config, scaling, devices)
+    report = planner_report(config, predictor, devices)
     same = (report.balance, report.fill) == (run.packs.report.balance, run.packs.report.fill)
     return {
         "recipe": name,
         "device": device,
-        **run.to_dict(),
+        **size_record(run, None),
         "planned_s": planned_s,
         "peak_bytes": peak,
         "samples": run.packs.report.samples,
@@ -91,25 +92,25 @@ def run_of(name: str, devices: int) -> dict[str, Any]:
     }
 
 
-def planner_report(config: Any, scaling: Scaling, devices: int) -> Any:
+def planner_report(config: Any, predictor: Predictor, devices: int) -> Any:
     """What `headway pack` reports of the same lengths."""
     config = sized(config, devices)
     ranks = config.parallel.mesh_shape(devices).data_ranks
     accumulation = config.optim.accumulation
-    (_, table), _ = enough_lengths(config, scaling.cost_model, config.parallel.mesh_shape(devices))
+    (_, table), _ = enough_lengths(config, predictor.cost_model, config.parallel.mesh_shape(devices))
     budget = Budget(config.data.tokens_per_pack, config.data.patches_per_pack, config.data.samples_per_pack)
-    items, _ = Items.build({"any": table}, budget, config.data.overlong, scaling.cost_model)
+    items, _ = Items.build({"any": table}, budget, config.data.overlong, predictor.cost_model)
     order = Order.epochs(items.sizes, 1, seed=config.data.seed)
     return measure(Plan(items, order, budget, ranks * accumulation, accumulation=accumulation), ranks)[0]
 
 
-def scaling_of(recipe: str, device: Device, settings: tuple[str, ...]) -> tuple[Scaling, Any]:
+def predictor_of(recipe: str, device: Device, settings: tuple[str, ...]) -> tuple[Predictor, Any]:
     """What a recipe or model runs on, and its configuration."""
     cost_model, config = named_recipe(recipe, settings)
     links = Links.of_device(device)
     assert links is not None
-    learning = learning_model(config, cost_model)
-    return Scaling(learning, saved_of_recipe(config), Speeds.of_device(device, "bf16"), links, RELIABILITY), config
+    saved, speeds = saved_of_recipe(config), Speeds.of_device(device, "bf16")
+    return Predictor.of(config, cost_model, saved, speeds=speeds, links=links), config
 
 
 def render(record: dict[str, Any]) -> str:

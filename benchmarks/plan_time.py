@@ -27,7 +27,6 @@ from unittest.mock import patch
 import torch
 from scipy.stats import spearmanr
 
-from headway.cli.dry_run import saved_activations
 from headway.cli.index import build_indices
 from headway.cli.resolve import resolve_architecture, resolve_config, resolve_cost_model
 from headway.config import TrainConfig, parse_config
@@ -39,9 +38,11 @@ from headway.models.attention import attend
 from headway.optim import Optimizer
 from headway.predict.block_times import timed_blocks
 from headway.predict.blocks import with_blocks
-from headway.predict.dry_run import learning_model, plan_packs
 from headway.predict.forecast import Forecaster
 from headway.predict.measured_data import joined
+from headway.predict.packs import plan_packs
+from headway.predict.recipe import learning_model
+from headway.predict.saved import saved_as_trained
 from headway.predict.speeds import Speeds
 from headway.predict.step_time import StepForecast, shapes_of
 from headway.synthetic.digits import write_digits, write_reader
@@ -162,10 +163,10 @@ def predict(config: TrainConfig, speeds: Speeds) -> StepForecast:
     """Predict a step from the recipe and the lengths of its samples."""
     source = open_source(str(config.data.train[0].path), name="digits")
     lengths = joined(build_indices([source], str(config.model.path), None))
-    learning = learning_model(config, resolve_cost_model(str(config.model.path)))
+    learning = learning_model(config.model, resolve_cost_model(str(config.model.path)))
     packs = plan_packs(config, learning, config.parallel.mesh_shape(1), "none", ("digits", lengths))
     assert packs is not None
-    saved = SavedByPrecision(partial(saved_activations, str(config.model.path)))
+    saved = SavedByPrecision(partial(saved_as_trained, config.model))
     return Forecaster(learning, saved, speeds, 1, None).predict(config, packs)
 
 

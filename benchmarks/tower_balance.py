@@ -22,7 +22,7 @@ from headway.cli.plan import named_recipe
 from headway.count import CostModel
 from headway.packing import Budget, Items, Order, Plan
 from headway.packing.budget import grid_costs
-from headway.predict.dry_run import learning_model
+from headway.predict.recipe import learning_model
 from headway.predict.scale import enough_lengths, sized
 from record import RESULTS, describe_environment, environment, markdown_table, result_paths, write
 
@@ -52,7 +52,7 @@ def main() -> None:
 def loss_of(recipe: str, ranks: int) -> dict[str, Any]:
     """Plan a recipe's packs for so many ranks, and sum up over steps what towers cost."""
     cost_model, config = named_recipe(f"recipes/{recipe}.yaml", ("optim.accumulation=1",))
-    learning, config = learning_model(config, cost_model), sized(config, ranks)
+    learning, config = learning_model(config.model, cost_model), sized(config, ranks)
     tower_SP, language_SP = work_of(config, learning, ranks)
     whole_SP = tower_SP + language_SP
     blocks = [sum(tower == kind for tower in cost_model.block_towers.values()) for kind in ("vision", "language")]

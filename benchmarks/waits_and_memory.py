@@ -28,7 +28,8 @@ from headway.config import TrainConfig
 from headway.count import load_cost_model
 from headway.count.activations import shipped_activations
 from headway.count.models import shipped_name
-from headway.predict.dry_run import dry_run, precision_of
+from headway.predict.prediction import Predictor
+from headway.predict.recipe import precision_of
 from headway.tracing import trace
 from headway.tracing.block_activations import saved_by_block
 from headway.tracing.build import model_on_shapes
@@ -102,7 +103,7 @@ def _planned(config: TrainConfig) -> dict[str, int]:
         model: Any = model_on_shapes(model_of(config), torch.float32)
         cost_model = trace(model)
         saved = saved_by_block(model, autocast=torch.bfloat16 if precision == "bfloat16-autocast" else None)
-    return dry_run(config, cost_model, {precision: saved}, devices=1, device=None).memory.to_dict()
+    return Predictor.of(config, cost_model, {precision: saved}).at(config, 1).memory.to_dict()
 
 
 def render(record: dict[str, Any]) -> str:

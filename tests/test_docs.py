@@ -1,6 +1,8 @@
 """What the pages show is what happens; sessions on a log file are not run: it is not kept."""
 
 import re
+import shlex
+import sys
 from pathlib import Path
 from typing import get_args
 
@@ -8,26 +10,48 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from helpers.pages import blocks_of, broken_links, check_session, sessions_of
+from helpers.pages import broken_links
 
 DOCS = Path(__file__).parent.parent / "docs"
 NOT_RUN = {"tutorial.md", "architectures.md"}  # tests/test_tutorial.py runs that one
 PAGES = sorted(page.name for page in DOCS.glob("*.md") if page.name not in NOT_RUN)
-TEXTS = {page: (DOCS / page).read_text(encoding="utf-8") for page in PAGES}
-SESSIONS = [session for text in TEXTS.values() for session in sessions_of(text) if ".log" not in session[0]]
+BLOCKS = [
+    block
+    for page in PAGES
+    for block in re.findall(
+        r"^```(\w+)\n(.*?)^```$", (DOCS / page).read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL
+    )
+]
+SESSIONS = [
+    session.partition("\n")[::2]
+    for kind, body in BLOCKS
+    if kind == "console"
+    for session in re.split(r"^\$ ", body, flags=re.MULTILINE)[1:]
+    if ".log" not in session.partition("\n")[0]
+]
 
 
 @pytest.mark.parametrize(("command", "shown"), SESSIONS, ids=[command for command, _ in SESSIONS])
-def test_a_console_session_prints_what_the_page_shows(command, shown, headway):
-    check_session(headway, command, shown)
+def test_a_console_session_prints_what_the_page_shows(command, shown, monkeypatch, capsys):
+    from headway.cli.app import main
+
+    program, *arguments = shlex.split(command)
+    assert program == "headway"
+    monkeypatch.setattr(sys, "argv", ["headway", *arguments])
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    out = capsys.readouterr().out
+    assert exit_.value.code == (1 if "DOES NOT FIT" in out else 0)
+    pattern = "".join("(?:.*\n)*" if line == "..." else re.escape(line) + "\n" for line in shown.splitlines())
+    assert re.fullmatch(pattern, out), out
 
 
 SNIPPETS = [
     (snippet, shown)
-    for text in TEXTS.values()
+    for page in PAGES
     for snippet, shown in re.findall(
         r"^```python\n(.*?)^```$(?:\n+(?:prints\n+)?```text\n(.*?)^```$)?",  # what it prints may stand right below it
-        text,
+        (DOCS / page).read_text(encoding="utf-8"),
         flags=re.MULTILINE | re.DOTALL,
     )
 ]
@@ -46,7 +70,7 @@ def test_a_python_snippet_prints_what_the_page_shows(snippet, shown, capsys, tmp
 
 def test_there_are_sessions_and_snippets_to_run():
     assert len(SESSIONS) >= 5
-    assert len(SNIPPETS) == sum(len(blocks_of(text, "python")) for text in TEXTS.values())
+    assert len(SNIPPETS) == sum(kind == "python" for kind, _ in BLOCKS)
     assert sum(bool(shown) for _, shown in SNIPPETS) >= 3
 
 
@@ -99,7 +123,13 @@ def unknown_keys(section, node, path=""):
     return found
 
 
-SETTINGS = [(page, body) for page, text in TEXTS.items() for body in blocks_of(text, "yaml")]
+SETTINGS = [
+    (page, body)
+    for page in PAGES
+    for body in re.findall(
+        r"^```yaml\n(.*?)^```$", (DOCS / page).read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL
+    )
+]
 
 
 @pytest.mark.parametrize(("page", "settings"), SETTINGS, ids=[page for page, _ in SETTINGS])

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from importlib import metadata
@@ -11,19 +12,46 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from helpers.pages import blocks_of, broken_links, check_session, sessions_of
+from helpers.pages import broken_links
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-SESSIONS = sessions_of(README)
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+
+
+# Commands of the console blocks, each with the output that the README shows below it.
+SESSIONS = [
+    session.partition("\n")[::2]
+    for kind, body in BLOCKS
+    if kind == "console"
+    for session in re.split(r"^\$ ", body, flags=re.MULTILINE)[1:]
+]
+
+
+def pattern(shown):
+    """Turn shown output into a pattern: a line `...` stands for any lines, ` ...` at a line's end for its rest."""
+    lines = shown.splitlines()
+    return "".join(
+        "(?:.*\n)*" if line == "..." else re.escape(line.removesuffix(" ...")) + (" .*" * line.endswith(" ...")) + "\n"
+        for line in lines
+    )
 
 
 @pytest.mark.parametrize(("command", "shown"), SESSIONS, ids=[command for command, _ in SESSIONS])
-def test_a_console_session_prints_what_the_readme_shows(command, shown, headway):
-    check_session(headway, command, shown)
+def test_a_console_session_prints_what_the_readme_shows(command, shown, monkeypatch, capsys):
+    from headway.cli.app import main
+
+    program, *arguments = shlex.split(command)
+    assert program == "headway"
+    monkeypatch.setattr(sys, "argv", ["headway", *arguments])
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    out = capsys.readouterr().out
+    assert exit_.value.code == 0
+    assert re.fullmatch(pattern(shown), out), out
 
 
-SNIPPETS = blocks_of(README, "python")
+SNIPPETS = [body for kind, body in BLOCKS if kind == "python"]
 
 
 @pytest.mark.parametrize("snippet", SNIPPETS, ids=range(len(SNIPPETS)))
@@ -78,7 +106,7 @@ sys.meta_path[:] = map(Finder, sys.meta_path)
 
 def sh_block(command):
     """Lines of the README's shell block in which a command stands, without comments."""
-    (block,) = [body for body in blocks_of(README, "sh") if command in body]
+    (block,) = [body for kind, body in BLOCKS if kind == "sh" and command in body]
     return [line.partition("#")[0].strip() for line in block.splitlines()]
 
 

@@ -1,4 +1,4 @@
-"""Folder for files that Headway can make again: measured ceilings, length indices, copies and places of rows."""
+"""Where Headway keeps what it can make again: measured ceilings, length indices, copies and places of rows."""
 
 import os
 import platform

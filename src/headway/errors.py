@@ -88,7 +88,7 @@ _MOST_CHARACTERS = 500  # most characters of another library's message
 
 @contextmanager
 def foreign(refusal: Callable[[str], HeadwayError]) -> Iterator[None]:
-    """Run a library on a stranger's input: the one boundary for its errors, by their kind and not by a list.
+    """Run a library on what a stranger wrote or sends: the one boundary to it, by kind of error and not by a list.
 
     Args:
         refusal: makes the error of what went wrong, in the library's words.
@@ -195,7 +195,7 @@ class StoreError(HeadwayError):
 
 
 class HubError(HeadwayError):
-    """The Hugging Face Hub cannot be reached, or refuses a request."""
+    """The Hugging Face Hub cannot be reached, or refuses what is sent to it."""
 
 
 class TrainingError(HeadwayError):
@@ -231,7 +231,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class OutOfMemoryError(TrainingError):
-    """No memory was left on the device or the host; the message names its holders."""
+    """There was no memory left, on the device or the host; the message says what held it."""
 
 
 class RankLostError(HeadwayError):

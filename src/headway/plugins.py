@@ -79,7 +79,7 @@ class Plugin:
     distribution: str = ""
 
     def hook(self, name: Hook | ObjectiveHook) -> Any | None:
-        """Import the package's own object for a seam; None where the package has none.
+        """Import what stands for the package at a seam; None where it has nothing of its own.
 
         Raises:
             PluginError: the distribution that brings it is broken.
@@ -172,7 +172,7 @@ def lays_out_packs(config: Any) -> bool:
 
 
 def where_to_find(model_type: str) -> str:
-    """Name the package to install for an unknown type of model: by custom the package has the family's name."""
+    """Say how to install what may bring a kind of model that nothing here knows: by custom it has the family's name."""
     return (
         f"If a plug-in brings it, install that: by custom it is named headway-{model_type} (`pip install "
         f"./plugins/headway-{model_type}` where Headway's repository has it)."
@@ -205,7 +205,7 @@ def register_families() -> None:
 
 @contextmanager
 def _naming(distribution: str) -> Iterator[None]:
-    """Turn an error of a distribution's code into an error that names the distribution; Headway's own errors stay."""
+    """Turn whatever the code of a distribution raises into an error that names it; of this package's own as it is."""
     try:
         yield
     except Exception as error:

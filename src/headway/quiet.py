@@ -1,4 +1,4 @@
-"""Silence for libraries that complain at import; the command line and data workers import this module first.
+"""Imported first by the command line and by data workers: libraries that complain as they are imported keep it short.
 
 transformers imports torchao wherever it is installed, which warns of compiled kernels for other devices and of torch's
 own deprecations, four lines for each process (torchao 0.18, torch 2.13). Its Qwen2-Audio warns of placeholders that are

@@ -21,7 +21,7 @@ def keep_current_folder_out() -> None:
 
 @contextmanager
 def current_folder_kept_out() -> Iterator[None]:
-    """The same for programs started meanwhile; the variables of this process, perhaps somebody's own, stay."""
+    """The same for what is started meanwhile: this process may be somebody's own program, whose variables stay."""
     before = os.environ.get(SAFE_PATH_VARIABLE)
     keep_current_folder_out()
     try:

@@ -74,7 +74,7 @@ def place(path: Path) -> Path:
 
 
 def refuse(path: Path, purpose: str) -> None:
-    """Refuse a URL for an output that is written piece by piece in place.
+    """Refuse a URL for what is written piece by piece where it lies.
 
     Args:
         path: where it is to lie.
@@ -108,7 +108,7 @@ def url_system(url: str) -> tuple[Any, str]:
 
 
 def open_url(url: str) -> BinaryIO:
-    """Open the file behind a URL for reading.
+    """Open what lies behind a URL to read it.
 
     Args:
         url: as `url_system` takes it.
@@ -134,7 +134,7 @@ def as_os_errors() -> Iterator[None]:
 
 @contextmanager
 def store_errors(path: Path, doing: str = "cannot be reached") -> Iterator[None]:
-    """Run a library of file systems for an output; a "not found" stays a FileNotFoundError.
+    """Run a library of file systems for an output; its "not found" stays what it is.
 
     Raises:
         FileNotFoundError: the store has no such object.
@@ -300,7 +300,7 @@ def send(folder: Path, target: Path, names: Iterable[str], *, last: str = "") ->
 
 
 def fetch(path: Path, wanted: Callable[[str], bool] = lambda _: True, *, here: Path | None = None) -> Path:
-    """Copy the files behind a URL to this machine, except files that are here unchanged.
+    """Copy what lies behind a URL to this machine, but for files that are there as they are in the store.
 
     Args:
         path: the URL of a file or folder, or a path of this machine.
@@ -336,7 +336,7 @@ def fetch(path: Path, wanted: Callable[[str], bool] = lambda _: True, *, here: P
 
 
 class Mirror:
-    """Sends the changes in a spool to its store, from time to time and on request.
+    """Sends what changes in a spool to the place that it stands for, from time to time and when asked.
 
     Args:
         folder: the spool of a run.
@@ -350,7 +350,7 @@ class Mirror:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Count the present files as sent, and begin to send changes."""
+        """Take what is there for sent, and begin to send what changes."""
         self._sent = dict(self._stamps())
         self._thread = threading.Thread(target=self._send_often, name="headway mirror", daemon=True)
         self._thread.start()
@@ -405,7 +405,7 @@ def _opened(system: Any, inside: str) -> BinaryIO:
 
 
 class _UrlFile(io.RawIOBase):
-    """A file of fsspec's whose errors are OSErrors, and whose end is the end that the store reports."""
+    """A file of fsspec's whose errors are OSErrors, and whose end is where its store says that it is."""
 
     def __init__(self, system: Any, path: str) -> None:
         self._system = system  # closes an archive that it reads when it goes
@@ -444,7 +444,7 @@ class _UrlFile(io.RawIOBase):
 
 
 def _http_bounds() -> dict[str, Any]:
-    """Settings of aiohttp's client: silence ends a request, and no answer is longer than the request asks."""
+    """Settings of aiohttp's client: silence ends it, and no answer is longer than what was asked for."""
     import aiohttp
 
     class Bounded(aiohttp.ClientResponse):
@@ -469,7 +469,7 @@ def _http_bounds() -> dict[str, Any]:
 
 
 def _files_in(folder: Path) -> Iterator[str]:
-    """The files below a folder by their relative paths, without hidden files and folders."""
+    """The files below a folder, by their paths from it; not those that are hidden, or in hidden folders."""
     for path in sorted(folder.rglob("*")):
         parts = path.relative_to(folder).parts
         if path.is_file() and not any(map(_HIDDEN.fullmatch, parts)):

@@ -1,4 +1,4 @@
-"""Versions of this package, its code and its libraries; and the commands that install more parts of it."""
+"""Versions of this package, of its code as it stands here and of its libraries; and how more of it is installed."""
 
 import hashlib
 from functools import cache
@@ -14,13 +14,13 @@ _LIBRARIES = (
 
 
 def library_versions() -> dict[str, str]:
-    """Versions of the libraries that decide a sample's encoding and a model's results; "none" without."""
+    """Versions of the libraries that decide what samples are encoded to and what a model computes; "none" without."""
     return {"headway": __version__} | {name: _version(name) for name in _LIBRARIES}
 
 
 @cache
 def code_digest(*rooms: str) -> str:
-    """Digest of the content of this package's modules, for changes without a new version.
+    """Digest of the content of this package's modules, for those who change them without a new version.
 
     Args:
         rooms: folders of the package; all of it if none is named.

@@ -1,4 +1,4 @@
-"""Names of arguments in messages: Python's, or a command's options, or the keys of a run's YAML.
+"""Arguments as messages name them: Python's, unless a command says them as options or a run as keys of its YAML.
 
 A message names an argument by an `Argument`, which is put into words when the message is: `freeze='nope'` in Python,
 `--freeze nope` on the command line, `model.freeze: nope` in a configuration.
@@ -145,7 +145,7 @@ def current_words() -> tuple[Words, ...]:
 
 
 def adopt(words: tuple[Words, ...]) -> None:
-    """Use words for messages of this thread or process from now on: the words of the caller it works for."""
+    """Put messages of this thread or process into words from now on: those of the one that it works for."""
     _WORDS.set(words)
 
 

@@ -1,4 +1,3 @@
-import json
 import os
 import re
 from pathlib import Path
@@ -24,17 +23,3 @@ def run(monkeypatch, headway, tmp_path):
 
     yield run
     nothing.close()
-
-
-@pytest.fixture
-def audit(headway, tmp_path):
-    """Write a log, audit it, return the JSON record, or the error: audit(text, *options, code=0)."""
-
-    def run(text, *options, code=0):
-        log = tmp_path / "train.log"
-        log.write_text(text, encoding="utf-8")
-        result = headway("audit", log, *options, "--json")
-        assert result.code == code, result.err
-        return {**json.loads(result.out), "err": result.err} if code == 0 else " ".join(result.err.split())
-
-    return run

@@ -26,6 +26,20 @@ def useful_per_token(seq_len):
     return 6 * LANGUAGE + 12 * 48 * 4096 * (seq_len + 1) / 2
 
 
+@pytest.fixture
+def audit(headway, tmp_path):
+    """Write a log, audit it, return the JSON record: audit(text, *options) -> dict."""
+
+    def run(text, *options, code=0):
+        log = tmp_path / "train.log"
+        log.write_text(text, encoding="utf-8")
+        result = headway("audit", log, *options, "--json")
+        assert result.code == code, result.err
+        return json.loads(result.out) if code == 0 else " ".join(result.err.split())
+
+    return run
+
+
 TITAN = ("--model", "qwen3-vl-30b-a3b")
 
 

@@ -18,6 +18,20 @@ RECORD = json.loads(next(Path("benchmarks/results").glob("their_rules_*.json")).
 H100 = named_peak("H100", "bf16")
 
 
+@pytest.fixture
+def audit(headway, tmp_path):
+    """Write a log, audit it, return the JSON record, or the error: audit(text, *options, code=0)."""
+
+    def run(text, *options, code=0):
+        log = tmp_path / "train.log"
+        log.write_text(text, encoding="utf-8")
+        result = headway("audit", log, *options, "--json")
+        assert result.code == code, result.err
+        return {**json.loads(result.out), "err": result.err} if code == 0 else " ".join(result.err.split())
+
+    return run
+
+
 def phases_of(data, step):
     return {row["phase"]: row for row in data["phases"] if row["step"] == step}
 

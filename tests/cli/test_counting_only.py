@@ -94,3 +94,15 @@ def test_no_command_ends_in_a_traceback(run, tmp_path):
     extra = r"needs \w+, which is not installed\. Install the extra: pip install '\S+\[\w+\]'"
     wrong += [row for row in rows if "not installed" in row[2] and not re.search(extra, row[2])]
     assert wrong == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", ["model.lora.rank=16", "model.freeze=[vision]"])
+def test_a_plan_of_what_learns_in_part_says_what_it_estimates_without_torch(run, headway, setting):
+    """The light install's numbers are near those of the full one, and a note says that they are estimated."""
+    line = ("plan", "qwen2.5-vl-7b", "--device", "H100", "--devices", "8", "--json", "--set", setting)
+    light, full = json.loads(run("-m", "headway", *line).stdout), json.loads(headway(*line).out)
+    assert any("PyTorch is not installed" in note for note in light["notes"])
+    assert not any("PyTorch is not installed" in note for note in full["notes"])
+    assert light["memory"]["peak"] == pytest.approx(full["memory"]["peak"], rel=0.05)
+    assert light["time"]["step_s"] == pytest.approx(full["time"]["step_s"], rel=0.03)

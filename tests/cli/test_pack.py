@@ -154,6 +154,33 @@ def test_data_need_a_model_and_lengths_no_data(headway, tmp_path):
 
 
 TABLE = "tokens\n5\n25\n"
+BAD = [
+    ([], TABLE, 2, "--packing-length is missing"),
+    (
+        ["--packing-length", 10],
+        TABLE,
+        1,
+        "Row 1 (counted from 0) of lengths has 25 tokens and 0 vision patches, more than a",
+    ),
+    (["--packing-length", 30, "--strategy", "worst_fit"], TABLE, 2, "'worst_fit'. Allowed: balanced, best_fit"),
+    (["--packing-length", 30, "--overlong", "cut"], TABLE, 2, "'cut'. Allowed: error, drop, truncate, split"),
+    (["--packing-length", 30, "--model", "qwen9"], TABLE, 2, "qwen9"),
+    (["--packing-length", 30, "--plot", "plot.pdf"], TABLE, 2, "a plot is an .svg file, got .pdf. Name plot.svg"),
+    (["--packing-length", 30, "--plot", "nowhere/plot.svg"], TABLE, 2, "the folder nowhere does not exist"),
+    (["--packing-length", 4, "--overlong", "drop"], TABLE, 1, "Of 2 samples none fits a pack of 4 tokens"),
+    (["--packing-length", 30], "length\n5\n", 1, 'has no column "tokens"'),
+    (["--packing-length", 30], "", 1, 'has no column "tokens"; its columns are none'),
+    (["--packing-length", 30], "tokens\n-3\n", 1, "row 1: tokens is -3"),
+    (["--packing-length", 30, "--model", "gpt2"], "tokens,patches\n5,4\n", 2, "no vision tower"),
+]
+
+
+@pytest.mark.parametrize(("options", "table", "code", "text"), BAD)
+def test_bad_input_is_one_clear_error(headway, tmp_path, options, table, code, text):
+    result = headway("pack", "--lengths", write(tmp_path, table), *options)
+    assert (result.code, result.out) == (code, "")
+    assert text in " ".join(result.err.split())
+    assert "Traceback" not in result.err
 
 
 def test_planning_from_lengths_loads_no_torch(tmp_path):

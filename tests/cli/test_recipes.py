@@ -11,7 +11,7 @@ import torch
 
 from headway.config import load_config
 from headway.count import load_cost_model
-from headway.predict.dry_run import precision_of
+from headway.predict.recipe import precision_of
 from headway.tracing.build import model_on_shapes, preset_config
 from helpers.cases import some
 from helpers.processes import ROOT

@@ -91,27 +91,6 @@ PLAN = [
     (("plan", "no/such.yaml", "--device", "H100"), "no/such.yaml"),
     ((*MODEL, "--set", "speed.recompute=nothing.*"), "speed.recompute"),
 ]
-LENGTHS = {  # files of lengths
-    "two.csv": "tokens\n5\n25\n",
-    "other.csv": "length\n5\n",
-    "empty.csv": "",
-    "negative.csv": "tokens\n-3\n",
-    "patches.csv": "tokens,patches\n5,4\n",
-}
-PACK = [
-    ("two.csv", [], 2, "--packing-length is missing"),
-    ("two.csv", [10], 1, "Row 1 (counted from 0) of two has 25 tokens and 0 vision patches, more than a"),
-    ("two.csv", [30, "--strategy", "worst_fit"], 2, "'worst_fit'. Allowed: balanced, best_fit"),
-    ("two.csv", [30, "--overlong", "cut"], 2, "'cut'. Allowed: error, drop, truncate, split"),
-    ("two.csv", [30, "--model", "qwen9"], 2, "qwen9"),
-    ("two.csv", [30, "--plot", "plot.pdf"], 2, "a plot is an .svg file, got .pdf. Name plot.svg"),
-    ("two.csv", [30, "--plot", "nowhere/plot.svg"], 2, "the folder nowhere does not exist"),
-    ("two.csv", [4, "--overlong", "drop"], 1, "Of 2 samples none fits a pack of 4 tokens"),
-    ("other.csv", [30], 1, 'has no column "tokens"'),
-    ("empty.csv", [30], 1, 'has no column "tokens"; its columns are none'),
-    ("negative.csv", [30], 1, "row 1: tokens is -3"),
-    ("patches.csv", [30, "--model", "gpt2"], 2, "no vision tower"),
-]
 OTHERS = [
     (("compare", "qwen3-8b", "--segments", "8", "--device", "H101", "--step-time", "1"), "peak of 'H101' is not known"),
     (("flops", "llama-3.1-8b", "--segments", "8192", "--images", "1x32x48"), "llama-3.1-8b has no vision tower"),
@@ -123,18 +102,7 @@ REFUSALS = [
     *((("compare", "qwen3-8b", *arguments), words, [2]) for arguments, words in COMPARE),
     *((("mfu", *arguments), words, [2]) for arguments, words in MFU),
     *((arguments, words, [1, 2]) for arguments, words in (*PLAN, *OTHERS)),
-    *(
-        (("pack", "--lengths", file, *(["--packing-length"] if options else []), *options), words, [code])
-        for file, options, code, words in PACK
-    ),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _files(tmp_path, monkeypatch):
-    for name, text in LENGTHS.items():
-        (tmp_path / name).write_text(text)
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.parametrize(

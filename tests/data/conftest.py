@@ -62,13 +62,3 @@ def many(write: Callable[..., Path]) -> list[Chat]:
         question = {"role": "user", "content": [*parts, {"type": "text", "text": "Which? " * (1 + number * 7 % 13)}]}
         lines.append({"messages": [question, {"role": "assistant", "content": f"It is {number}."}]})
     return read_samples(write(*lines, pictures={f"{n}.png": (16 + 16 * n, 40) for n in range(6)}))
-
-
-@pytest.fixture(scope="module")
-def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    from helpers.data import Pipeline
-
-    folder = tmp_path_factory.mktemp("laws")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HEADWAY_CACHE", str(folder / "cache"))
-        yield Pipeline(folder, encodes_once=True)

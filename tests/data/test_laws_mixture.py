@@ -4,11 +4,19 @@ from collections import Counter
 
 import pytest
 
-from helpers.data import pieces_of
+from helpers.data import Pipeline, pieces_of
 
 TOKENS = 200
 STREAM = {"lanes": 2, "shuffle": 5, "open_packs": 2}
 WEIGHTS = {"pictures": 4, "saved": 3, "shard": 2, "ids": 1}
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("laws")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HEADWAY_CACHE", str(folder / "cache"))
+        yield Pipeline(folder, encodes_once=True)
 
 
 def sources_of(step):

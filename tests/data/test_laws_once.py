@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from headway.packing import STRATEGIES
 from helpers.cases import IS_QUICK, examples
-from helpers.data import pieces_of
+from helpers.data import Pipeline, pieces_of
 
 NAMES = ("pictures", "saved", "shard", "text", "ids")
 STREAM = {"lanes": 8, "shuffle": 5, "open_packs": 2}
@@ -18,6 +18,14 @@ TOKENS = 200
 def packs_of(step):
     """What the packs of a step hold; packs of padding alone are left out."""
     return sorted(pieces_of(batch) for batch in step if batch.num_segments)
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("laws")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HEADWAY_CACHE", str(folder / "cache"))
+        yield Pipeline(folder, encodes_once=True)
 
 
 def epoch(pipeline, names=NAMES, epochs=1):

@@ -28,8 +28,8 @@ from headway.models.parallel import exchange as split_exchange
 from headway.models.parallel.dispatch import run_spread_experts
 from headway.models.precision import Precision
 from headway.predict.communication import Exchanges
-from headway.predict.dry_run import learning_model, sharing_of, state_of
 from headway.predict.exchanges import exchanges_of
+from headway.predict.recipe import learning_model, sharing_of, state_of
 from headway.tracing.block_activations import saved_of_config
 from headway.train.build import build_trained
 
@@ -110,7 +110,7 @@ def run_exchanged(kind: str, config: TrainConfig, processes: int, packs: int = 1
     cost_model, _ = moments.traced(kind)
     saved = SavedByPrecision(lambda p: saved_of_config(moments.small_config(kind), p))["bfloat16"]
     state = state_of(config, "bfloat16", config.speed.recompute)
-    learning = learning_model(config, cost_model)
+    learning = learning_model(config.model, cost_model)
     return seen, exchanges_of(learning, saved, batch.workload, state, sharing_of(config, shape), shape)
 
 

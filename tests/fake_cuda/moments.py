@@ -34,10 +34,10 @@ from headway.objectives.preferences.reference import Scoring
 from headway.optim import make_optimizer
 from headway.optim.ema import WeightAverage
 from headway.optim.optimizer import Optimizer, set_learning_rate, take_step
-from headway.predict.dry_run import memory_plan
-from headway.predict.frozen_forward import frozen_forward
+from headway.predict.fitting import memory_plan
 from headway.predict.memory import MemoryPlan
-from headway.predict.saved_activations import saved_of_partly_trained
+from headway.predict.recipe import frozen_forward
+from headway.predict.saved import saved_of_partly_trained
 from headway.tracing import trace
 from headway.tracing.block_activations import saved_of_config
 from headway.tracing.build import model_on_shapes

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import select
-import shlex
 import shutil
 import subprocess
 
@@ -217,28 +216,3 @@ def anchors(page):
         again = sum(one == slug for one, _ in found)
         found.append((slug, f"{slug}-{again}" if again else slug))
     return [anchor for _, anchor in found]
-
-
-def blocks_of(text, kind=None):
-    """Fenced blocks of a page: kind and content of each; the contents alone of one kind."""
-    found = re.findall(r"^```(\w+)\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
-    return found if kind is None else [body for name, body in found if name == kind]
-
-
-def sessions_of(text):
-    """Commands of a page's console blocks, each with the output that stands below it."""
-    sessions = (
-        session for body in blocks_of(text, "console") for session in re.split(r"^\$ ", body, flags=re.MULTILINE)[1:]
-    )
-    return [session.partition("\n")[::2] for session in sessions]
-
-
-def check_session(headway, command, shown):
-    """Run a command of a page: it prints what is shown; `...` stands for any lines, at a line's end for its rest."""
-    program, *arguments = shlex.split(command)
-    assert program == "headway"
-    code, out, _ = headway(*arguments)
-    assert code == (1 if "DOES NOT FIT" in out else 0)
-    rests = ((line.removesuffix(" ..."), " .*" * line.endswith(" ...")) for line in shown.splitlines())
-    pattern = "".join("(?:.*\n)*" if line == "..." else f"{re.escape(line)}{rest}\n" for line, rest in rests)
-    assert re.fullmatch(pattern, out), out

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from headway.log.records import read_records
-from helpers.processes import TRAIN, run_processes
+from helpers.processes import run_processes
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -299,41 +299,3 @@ def scaled_down(recipe: Path, folder: Path, *settings: str, processes: int = 1) 
     command = [sys.executable, "-m", "headway", "train", str(recipe), "--scale-down", "--json", *options]
     done = run_processes([*command, "--set", f"run.folder={folder}"], processes, timeout_s=420)
     return json.loads(done[0].stdout.splitlines()[-1])
-
-
-def steps_of(raw):
-    """Records of the steps of a run, by its settings."""
-    records = read_metrics(Path(raw["run"]["folder"]) / "metrics.jsonl")
-    return [record for record in records if record["kind"] == "step"]
-
-
-def check_several_ranks(raw, folder, ranks, parallel, preference=None):
-    """Hold the steps of several processes against those of one, which computes their packs one after the other.
-
-    Args:
-        raw: settings of the run, which are changed.
-        folder: where its recipe goes, and its cache may be.
-        ranks: processes.
-        parallel: the section `parallel`; where it shares packs, steps have as many as alone.
-        preference: largest absolute difference of the numbers of preferences; None where there are none.
-    """
-    from headway.config import parse_config
-    from headway.train.run import train
-
-    raw["optim"]["accumulation"] = ranks
-    train(parse_config(raw))
-    alone = steps_of(raw)
-    raw["optim"]["accumulation"] = ranks if parallel else 1
-    raw["parallel"] = parallel
-    raw["run"]["folder"] += "-several"
-    path = folder / "recipe.yaml"
-    path.write_text(yaml.safe_dump(raw))
-    shutil.rmtree(folder / "cache", ignore_errors=True)
-    run_processes([*TRAIN, path], ranks)
-    for one, two in zip(alone, steps_of(raw), strict=True):
-        assert two["samples_digest"] == one["samples_digest"]
-        assert two["loss"] == pytest.approx(one["loss"], rel=1e-4)
-        assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-3)
-        assert two["flops"] == one["flops"]
-        if preference is not None:
-            assert two["preference"] == pytest.approx(one["preference"], rel=1e-3, abs=preference)

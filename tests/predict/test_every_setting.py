@@ -4,7 +4,6 @@ import functools
 
 import pytest
 
-from headway.cli.dry_run import saved_of_recipe
 from headway.cli.plan import named_recipe, speeds_of
 from headway.config import TrainConfig
 from headway.config.tree import walk
@@ -14,11 +13,12 @@ from headway.devices import named_device
 from headway.errors import PlanError
 from headway.packing.mesh import MeshShape
 from headway.predict.collectives import Links
-from headway.predict.dry_run import dry_run, learning_model, with_copies
 from headway.predict.exchanges import exchanges_of
-from headway.predict.forecast import Forecaster
 from headway.predict.held import Sharing, State
 from headway.predict.memory import plan_memory
+from headway.predict.prediction import Predictor
+from headway.predict.recipe import with_copies
+from headway.predict.saved import saved_of_recipe
 
 BASE = ("plan.mix=chats", "data.tokens_per_pack=8192", "optim.accumulation=2")
 DENSE, EXPERTS = "llama-3.1-8b", "qwen3-30b-a3b"
@@ -109,10 +109,9 @@ def planned(settings, model=DENSE):
     device, count = named_device("H100"), config.plan.devices or 8
     config = with_copies(config, count)
     saved = saved_of_recipe(config)
-    run = dry_run(config, cost_model, saved, devices=count, device=device)
-    speeds, learning = speeds_of(config, cost_model, device, count), learning_model(config, cost_model)
-    time = Forecaster(learning, saved, speeds, count, Links.of_device(device)).predict(config, run.packs)
-    return time.step_s / time.tokens, run.memory.peak
+    speeds, links = speeds_of(config, cost_model, device, count), Links.of_device(device)
+    run = Predictor.of(config, cost_model, saved, device=device, speeds=speeds, links=links).at(config, count)
+    return run.step_s / run.step.tokens, run.memory.peak
 
 
 def test_every_setting_of_training_is_here():

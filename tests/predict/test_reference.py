@@ -4,12 +4,11 @@ import pytest
 
 from fake_cuda.moments import run_moments, settings
 from fake_cuda.shared import run_shared
-from headway.cli.dry_run import saved_of_recipe
 from headway.cli.plan import named_recipe, speeds_of
 from headway.devices import named_device
 from headway.predict.collectives import Links
-from headway.predict.dry_run import dry_run, learning_model
-from headway.predict.forecast import Forecaster
+from headway.predict.prediction import Predictor
+from headway.predict.saved import saved_of_recipe
 
 MODEL = "llama-3.1-8b"
 BASE = ("plan.mix=chats", "data.tokens_per_pack=8192")
@@ -21,9 +20,9 @@ def planned(*given, device="H100", devices=8):
     """A recipe's packs, and its mean step on some devices."""
     cost_model, config = named_recipe(MODEL, (*BASE, *given))
     kind, saved = named_device(device), saved_of_recipe(config)
-    run = dry_run(config, cost_model, saved, devices=devices, device=kind)
-    speeds, learning = speeds_of(config, cost_model, kind, devices), learning_model(config, cost_model)
-    return run, Forecaster(learning, saved, speeds, devices, Links.of_device(kind)).predict(config, run.packs), speeds
+    speeds, links = speeds_of(config, cost_model, kind, devices), Links.of_device(kind)
+    run = Predictor.of(config, cost_model, saved, device=kind, speeds=speeds, links=links).at(config, devices)
+    return run, run.step, speeds
 
 
 def seconds(step):

@@ -10,10 +10,11 @@ from headway.devices import named_device
 from headway.errors import ConfigError, PlanError
 from headway.packing import Budget, Items, Order, Plan, measure
 from headway.packing.lengths import MIXES, LengthTable
-from headway.predict import planned_lengths
 from headway.predict.collectives import Links
 from headway.predict.failures import Reliability
-from headway.predict.scale import Scaling, enough_lengths, repeated, sized, sizes_of
+from headway.predict.packs import STEPS, repeated
+from headway.predict.prediction import Predictor
+from headway.predict.scale import at_size, enough_lengths, sized, sizes_of
 from headway.predict.slices import padding_of
 from headway.predict.speeds import Speeds
 from helpers.processes import ROOT
@@ -25,10 +26,11 @@ def recipe(*settings):
     return load_config(ROOT / "recipes/qwen2.5-7b-text-81920.yaml", ("data.tokens_per_pack=8192", *settings))
 
 
-def scaling(reliability=None, model="qwen2.5-7b"):
+def predicted(config, devices, reliability=None, model="qwen2.5-7b"):
     saved = SavedByPrecision(lambda precision: shipped_activations(model, precision))
     speeds, links = Speeds.of_device(H100, "bf16"), Links.of_device(H100)
-    return Scaling(load_cost_model(model), saved, speeds, links, reliability)
+    predictor = Predictor(load_cost_model(model), saved, speeds=speeds, links=links)
+    return at_size(predictor, config, devices, reliability=reliability)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +39,7 @@ def scaling(reliability=None, model="qwen2.5-7b"):
 )
 def test_fill_and_balance_are_those_of_the_planner_at_that_size(settings, devices, ranks):
     config = recipe(*settings)
-    found = scaling().at(config, devices)
+    found = predicted(config, devices)
     accumulation = config.optim.accumulation
     samples = round(17 * ranks * accumulation * 8192 / MIXES["chats"].lengths(2000).tokens.mean() - 0.5) + 1000
     items, _ = Items.build(
@@ -52,9 +54,9 @@ def test_fill_and_balance_are_those_of_the_planner_at_that_size(settings, device
 
 
 def test_fewer_steps_of_many_ranks_say_the_same(monkeypatch):
-    at_length = scaling().at(recipe(), 1024)
+    at_length = predicted(recipe(), 1024)
     monkeypatch.setattr("headway.predict.scale._MANY_SAMPLES", 1)
-    shortly = scaling().at(recipe(), 1024)
+    shortly = predicted(recipe(), 1024)
     assert (at_length.planned_steps, shortly.planned_steps) == (16, 4)  # the bound is that of docs/planning.md
     assert shortly.time.step_s == pytest.approx(at_length.time.step_s, rel=5e-3)
     assert shortly.packs.report.fill == pytest.approx(at_length.packs.report.fill, rel=5e-3)
@@ -63,9 +65,9 @@ def test_fewer_steps_of_many_ranks_say_the_same(monkeypatch):
 
 
 def test_exposed_exchanges_and_failures_grow_with_devices():
-    runs = [scaling(Reliability(50_000 * 3600, 30, 300)).at(recipe(), devices) for devices in (8, 64, 512)]
+    runs = [predicted(recipe(), devices, Reliability(50_000 * 3600, 30, 300)) for devices in (8, 64, 512)]
     assert [run.devices for run in runs] == [8, 64, 512]
-    exposed = [run.exposed.expected for run in runs]
+    exposed = [run.step.line("communication.transfer").expected for run in runs]
     assert exposed == sorted(exposed)
     goodputs = [run.interruptions.goodput for run in runs]
     assert goodputs == sorted(goodputs, reverse=True)
@@ -81,7 +83,7 @@ def test_copies_take_what_a_number_of_shards_leaves():
     config = recipe("parallel.shard=8")
     assert [sized(config, devices).parallel.replicate for devices in (8, 64)] == [1, 8]
     with pytest.raises(ConfigError, match=r"parallel\.shard 8"):
-        scaling().at(config, 20)
+        predicted(config, 20)
 
 
 def test_a_row_for_each_of_too_many_shards_is_told():
@@ -113,13 +115,13 @@ def test_fewer_steps_are_planned_where_samples_run_out(monkeypatch):
     monkeypatch.setattr("headway.predict.scale.MOST_SAMPLES", 2000)
     config = recipe()
     (_, found), steps = enough_lengths(config, load_cost_model("qwen2.5-7b"), config.parallel.mesh_shape(32))
-    assert 2 <= steps < planned_lengths.STEPS
+    assert 2 <= steps < STEPS
     assert len(found.tokens) <= 2000
 
 
 def test_no_lengths_are_refused():
     with pytest.raises(PlanError, match="Give lengths=FILE"):
-        scaling().at(recipe("plan.mix=null"), 8)
+        predicted(recipe("plan.mix=null"), 8)
 
 
 def test_sizes_are_read():

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from headway.count import CostModel, load_cost_model
-from headway.count.activations import SavedByPrecision, shipped_activations
 from headway.count.rows import Parameter
 from headway.devices import named_device
 from headway.predict.suggest import MeasuredLengths, _epochs, _fitted, _learning_rate
@@ -48,8 +47,7 @@ def test_a_base_in_4_bits_is_suggested_where_adapters_do_not_fit_without(device,
         "optim": {"steps": 1, "lr": 1e-5},
         "run": {"folder": "run"},
     }
-    saved = SavedByPrecision(lambda precision: shipped_activations(name, precision))
-    fitted, planned = _fitted(raw, load_cost_model(name), saved, named_device(device), 2e-4)
+    fitted, planned = _fitted(raw, load_cost_model(name), named_device(device), 2e-4)
     assert planned.fits
     assert fitted["model"].get("base") == base
     assert "lora" in fitted["model"]

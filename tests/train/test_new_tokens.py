@@ -21,7 +21,7 @@ from headway.errors import ConfigError
 from headway.models.load import load_model, load_processor
 from headway.models.load import load_model_config as load_architecture
 from headway.models.new_rows import NEW_ROWS, embedding_rows
-from headway.predict.dry_run import learning_model
+from headway.predict.recipe import learning_model
 from headway.train.run import train
 from helpers.processes import TRAIN, run_processes
 from helpers.runs import read_metrics
@@ -161,7 +161,7 @@ def test_beside_adapters_the_new_rows_learn_and_no_other(adding, base, tmp_path)
         assert torch.equal(after[name][: ids[0]], before[name])
         assert not torch.equal(after[name][ids[0] :], before[name].mean(0).expand(3, -1))
     # the ledger has the parameters that learn, and a plan without weights the same
-    ledger = learning_model(config, None)
+    ledger = learning_model(config.model, None)
     trained = {entry.name: entry.numel for entry in ledger.parameters if entry.trainable}
     hidden = rows[next(iter(rows))].shape[1]
     assert sum(size for name, size in trained.items() if NEW_ROWS in name) == len(rows) * 3 * hidden
@@ -173,7 +173,7 @@ def test_beside_adapters_the_new_rows_learn_and_no_other(adding, base, tmp_path)
 def test_gradients_beside_adapters_are_counted_as_they_are_computed(adding):
     """Of the head: forward 2HV and of N rows 2HN again; the inputs' gradients of both; the weight's of N rows alone."""
     adding["model"]["lora"] = LORA
-    ledger = learning_model(parse_config(adding), None)
+    ledger = learning_model(parse_config(adding).model, None)
     architecture = load_architecture(adding["model"]["path"])
     hidden, rows = architecture.text_config.hidden_size, embedding_rows(architecture) + 3
     head = [row for row in ledger.rows if row.component == "language.head"]

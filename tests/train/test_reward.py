@@ -31,6 +31,7 @@ from headway.objectives.preferences.settings import PreferenceConfig
 from headway.tracing import trace
 from headway.train.run import train
 from helpers.folders import write_vlm
+from helpers.processes import TRAIN, run_processes
 from helpers.rollouts import (
     LIBRARY_WARNINGS,
     assert_same,
@@ -41,7 +42,7 @@ from helpers.rollouts import (
     turn,
     write_pairs,
 )
-from helpers.runs import check_several_ranks, read_metrics, steps_of
+from helpers.runs import read_metrics
 
 pytestmark = [pytest.mark.usefixtures("own_cache"), LIBRARY_WARNINGS]
 
@@ -126,6 +127,11 @@ def test_a_score_is_read_at_the_last_token_that_is_no_padding():
     }
     assert of[None] == [2, 2, 2, 0, 2, 2, 1, 2, 2]
     assert of[0] == [2, 2, 0, 2, 2, 2, 1, 2, 2]
+
+
+def steps_of(raw):
+    records = read_metrics(Path(raw["run"]["folder"]) / "metrics.jsonl")
+    return [record for record in records if record["kind"] == "step"]
 
 
 _SCORES = """
@@ -252,7 +258,20 @@ def test_a_resumed_run_is_the_same_to_the_bit(words):
 def test_several_ranks_have_the_losses_of_one(words, tmp_path, ranks, parallel, lora):
     words["model"]["lora"] = lora
     words["data"]["strategy"] = "first_fit"
-    check_several_ranks(words, tmp_path, ranks, parallel)
+    words["optim"]["accumulation"] = ranks
+    train(parse_config(words))
+    alone = steps_of(words)
+    words["optim"]["accumulation"] = ranks if parallel else 1
+    words["parallel"] = parallel
+    words["run"]["folder"] += "-several"
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(words))
+    run_processes([*TRAIN, path], ranks)
+    for one, two in zip(alone, steps_of(words), strict=True):
+        assert two["samples_digest"] == one["samples_digest"]
+        assert two["loss"] == pytest.approx(one["loss"], rel=1e-4)
+        assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-3)
+        assert two["flops"] == one["flops"]
 
 
 def test_a_dry_run_plans_a_head_of_one_column(words, tmp_path):

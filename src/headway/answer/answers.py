@@ -244,7 +244,7 @@ def _is_drawn(chat: Chat) -> bool:
 
 
 def _question(chat: Chat) -> str:
-    """Write down the question before a chat's last answer; several turns are written with their roles."""
+    """Write down what a chat asks before its last answer: a question as it stands, several turns with their roles."""
     messages = chat.messages[: chat.answers[-1]] if chat.answers else chat.messages
     turns = [(message.role, " ".join(map(_shown, message.parts))) for message in messages]
     if len(turns) == 1:

@@ -85,7 +85,7 @@ class _Sizes:
 
 
 def _sized(step: PhasedStep, mean_sample: int | None) -> _Sizes | None:
-    """Build the lengths of a step from its log; None where the log tells too little, or no sizes."""
+    """Put the lengths of a step together from what its log tells; None where that is too little, or no sizes."""
     answer, prompt, number = step.answer, step.prompt, step.num_samples
     if answer is None:
         return None

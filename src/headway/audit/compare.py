@@ -27,7 +27,7 @@ class ComparisonRow:
 
     @property
     def why(self) -> str:
-        """One line on the rule's own count, and the difference of each part from useful work."""
+        """One line on what it counts, and by how much each part differs from useful."""
         if self.bill.flops is None:
             return self.bill.reason
         parts = [f"{name} {share:+.1%}" for name, share in self.differences.items()]

@@ -1,4 +1,4 @@
-"""Text logs of other tools: lines that report a step, and lines that only look like steps.
+"""Text logs of other tools: the lines that report a step, and those that only look like it.
 
 `formats.toml` has a row for each format; its patterns say it all where a line is a step. The readers below are of steps
 over several lines. Each reader takes the lines of one process and counts what it leaves out, by reason.
@@ -74,7 +74,7 @@ class _LineReader:
         self._looks = [(re.compile(text), reason) for text, reason in row.get("looks", ())]
 
     def __call__(self, lines: Iterable[str], skipped: Counter[str]) -> Iterator[LogRow]:
-        """Read a row of every line that the pattern matches, and count the lines that only look like rows."""
+        """Read a row of every line that the pattern matches; count those that only look like it."""
         for number, line in enumerate(lines):
             if (match := self._pattern.search(line)) is None:
                 if reason := next((reason for look, reason in self._looks if look.search(line)), None):
@@ -136,7 +136,7 @@ def _megatron_bridge(lines: Sequence[str], skipped: Counter[str]) -> Iterator[Lo
 
 
 def _primus(added: str, lines: Iterable[str], skipped: Counter[str]) -> Iterator[LogRow]:
-    """Read Primus' lines: Megatron's with the tokens/s that Primus' backend adds, or torchtitan's with an MFU."""
+    """Read Primus' lines: Megatron's, and what its backend adds to them, tokens/s or, torchtitan's alone, an MFU."""
     return (row for row in _megatron(lines, skipped) if getattr(row, added))
 
 

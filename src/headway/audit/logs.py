@@ -1,4 +1,4 @@
-"""Read the logs of other tools: the tool, and the numbers of each row with their rounding.
+"""Read the logs of other tools: which tool wrote them, and what each row reports, with its rounding.
 
 Text logs are told by their lines (`formats.py`); JSON is the Hugging Face Trainer's trainer_state.json, or our records.
 """

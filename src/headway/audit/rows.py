@@ -1,4 +1,4 @@
-"""Rows of a log: each number as the interval of values that are printed so, and facts of the log itself."""
+"""Rows of a log: what each line reports, as the interval of numbers that are printed so, and what the log is."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace

@@ -172,7 +172,7 @@ def _name(path: str) -> str:
 
 
 def _hyperparameters(config: TrainConfig) -> dict[str, Any]:
-    """Settings that describe the training; none of these settings is a path."""
+    """Settings that say how it was trained; none of them is a path."""
     raw, shown = config.to_dict(), {}
     for section, names in _SHOWN.items():
         more = settings_off_default(getattr(config, section)) if section in ("optim", "speed", "parallel") else ()

@@ -180,7 +180,7 @@ def latest_checkpoint(root: Path) -> Checkpoint | None:
 
 
 def best_checkpoint(root: Path) -> Checkpoint | None:
-    """The checkpoint after a run's best evaluation, which the newest checkpoint names; None without one.
+    """The checkpoint after the best evaluation of a run, as its newest one names it; None where it was not kept.
 
     Raises:
         CheckpointError: the newest one or the best one has no readable manifest.

@@ -138,7 +138,7 @@ class _HashingStream(io.RawIOBase):
 
 
 class CheckpointSaver:
-    """Writer of a run's checkpoints, for all processes together: each process makes a saver and calls it alike.
+    """Writes the checkpoints of a run, all processes together. All of them must make one, and call it alike.
 
     Args:
         root: folder of all checkpoints of the run.
@@ -246,7 +246,7 @@ class CheckpointSaver:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Finish the checkpoint in flight; raise the writer's error unless another error is on its way.
+        """Let the checkpoint in flight be finished; an error of its own is told where no other one is on its way.
 
         Nothing is waited for without the other processes, or when the user interrupts; `writers` are those then left.
         """
@@ -323,7 +323,7 @@ class CheckpointSaver:
             publish(temporary, folder, self._keep, best)
 
     def _agree(self, stage: Callable[[], T]) -> list[T]:
-        """Run a stage on every process, and go on only if all succeed; returns each process's result, in order."""
+        """Do a stage on every process, and go on only if all have done it: what each gave, in order."""
         if self._group is None:
             return [stage()]
         outcome: tuple[T | None, str | None]

@@ -105,7 +105,7 @@ _Addition = tuple[tuple[str, ...], Any]  # the place of a key, from the outermos
 
 
 def _missing(before: Mapping[str, Any], written: Mapping[str, Any], place: tuple[str, ...] = ()) -> Iterator[_Addition]:
-    """Yield the entries that the first mapping has and the second lacks, each with its place.
+    """Yield what one mapping has and the other lacks, at the places where it had it.
 
     A configuration that was flat has a section of its own for text since: its keys are also missing there.
     """
@@ -177,7 +177,7 @@ def _keep_tokenizer(folder: Path, source: Path) -> None:
 
 
 def _keep_parts(folder: Path, source: Path) -> None:
-    """Write the parts of a processor into the base's own files for these parts, with the run's changes."""
+    """Write the parts of a processor into the files that the base has for them, with what the run has changed."""
     sections = _object(folder / _PROCESSOR)
     for name, parts in _PARTS.items():
         before = _object(source / name)

@@ -162,7 +162,7 @@ class _Talk:
 
 
 def _streamer(tokenizer: Any) -> Any:
-    """Print words as the model makes them; a character that a terminal would obey is shown by its number."""
+    """Print words as they are made, with what a terminal would obey shown by its number."""
     from transformers import TextStreamer
 
     class _Printed(TextStreamer):

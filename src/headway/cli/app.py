@@ -156,7 +156,7 @@ def _of_system(error: OSError) -> HeadwayError:
 
 
 def _spoken(arguments: list[str]) -> list[str]:
-    """Accept `version` and `help` as commands, because other tools have them."""
+    """`version` and `help` as commands: what other tools call them."""
     if arguments[:1] == ["version"]:
         return ["--version"]
     return [*arguments[1:], "--help"] if arguments[:1] == ["help"] else arguments

@@ -63,7 +63,7 @@ def config(
 
 
 def _shown(name: str | None) -> "Iterator[tuple[Setting, str]]":
-    """The settings at and below a name, each with a note on the settings inside it; "" if these follow."""
+    """The settings at and below a name, each with what is to be said of those in it: "" if they follow."""
     from headway.config import TrainConfig
     from headway.config.tree import inner_prefix, settings_of
 

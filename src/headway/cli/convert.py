@@ -169,7 +169,7 @@ def _repo(name: str, private: bool, update: bool) -> "HubRepo":
 
 
 def _sent_lines(folder: Path) -> list[str]:
-    """Lines on the files that were sent, and on the files beside them that were not."""
+    """The files that were sent, and what lies beside them and was not."""
     from headway.checkpoint.push import files_to_send
 
     sent, others = files_to_send(folder)

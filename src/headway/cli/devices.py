@@ -301,7 +301,7 @@ def local_device(name: str | None) -> "torch.device":
 
 
 def _known(where: "torch.device") -> "Device | None":
-    """Find the table's figures of the device, to print beside the measured ones; the table has few CPUs."""
+    """Find what the table says of the device, to set it beside what was measured; of most CPUs, nothing."""
     from headway.devices import device_at
 
     try:

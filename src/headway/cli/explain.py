@@ -11,7 +11,6 @@ from headway.cli import options
 from headway.cli.output import print_result, warn, warn_of_unknown
 from headway.cli.workload import WorkloadOptions, resolve_for
 from headway.errors import UsageError
-from headway.log.run_files import run_copy
 from headway.log.working import working
 
 if TYPE_CHECKING:
@@ -108,8 +107,7 @@ def explain(
         if unused:
             raise UsageError(f"{unused[0]} cannot take effect without --model. Name the model, or leave it out.")
     with working(f"reading {', '.join(path.name for path in paths)}"):
-        copies = [run_copy(path) for path in paths]
-        explanation = explained(copies, SourceOptions(step, rank, whole, stated, device), compares=compares)
+        explanation = explained(paths, SourceOptions(step, rank, whole, stated, device), compares=compares)
     if not isinstance(explanation, JobExplanation):
         _compare(explanation, by, as_json=as_json, markdown=markdown)
         return

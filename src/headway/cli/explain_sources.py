@@ -3,13 +3,14 @@
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from headway.audit.formats import is_log
 from headway.errors import ConfigError, LogError, UsageError
+from headway.explain.events import Trace
 from headway.explain.explanation import PER_SECOND_NOTE, JobExplanation
 from headway.explain.logs import LoggedStep, explain_log
 from headway.explain.records import explain_records
@@ -19,7 +20,7 @@ from headway.explain.trace import read_traces
 from headway.explain.trace_files import foreign_kind, is_packed
 from headway.explain.waterfall import explain as explain_traces
 from headway.files import open_plain, read_text
-from headway.log.run_files import METRICS
+from headway.log.run_files import METRICS, run_copy
 from headway.report.numbers import quantity
 
 if TYPE_CHECKING:
@@ -128,11 +129,6 @@ class SourceOptions:
     work: StatedWork | None
     device: str | None
 
-    @property
-    def of_traces(self) -> dict[str, Any]:
-        """The options as the explanation of traces takes them."""
-        return {option.name: getattr(self, option.name) for option in fields(self)}
-
 
 def explained(paths: Sequence[Path], chosen: SourceOptions, *, compares: bool) -> JobExplanation | Pair:
     """Explain one run, one file of records, one log or the traces of one job; or two things, by name, to compare.
@@ -144,12 +140,12 @@ def explained(paths: Sequence[Path], chosen: SourceOptions, *, compares: bool) -
         UsageError: neither one thing nor two that can be compared, or both are the same.
         ConfigError: a source cannot be explained.
     """
-    sources = [source_of(path) for path in paths]
+    sources = [source_of(run_copy(path)) for path in paths]
     if len(sources) == 1 and not compares:
         return _explained(sources[0], chosen)
     are_traces = all(source.is_trace_file for source in sources)
     if are_traces and len(sources) > 2 and not compares:
-        return explain_traces([trace for source in sources for trace in read_traces(source.path)], **chosen.of_traces)
+        return _of_traces([trace for source in sources for trace in read_traces(source.path)], chosen)
     if len(sources) != 2:
         raise UsageError(
             f"two things can be compared, not {len(sources)}. Compare run folders or single traces; several ranks of a "
@@ -165,15 +161,13 @@ def explained(paths: Sequence[Path], chosen: SourceOptions, *, compares: bool) -
         return (str(a.path), _explained(a, chosen)), (str(b.path), _explained(b, chosen))
     first, second = read_traces(a.path), read_traces(b.path)
     if not compares and not {trace.rank for trace in first} & {trace.rank for trace in second}:
-        return explain_traces([*first, *second], **chosen.of_traces)
-    explanations = [explain_traces(traces, **chosen.of_traces) for traces in (first, second)]
-    return (str(a.path), explanations[0]), (str(b.path), explanations[1])
+        return _of_traces([*first, *second], chosen)
+    return (str(a.path), _of_traces(first, chosen)), (str(b.path), _of_traces(second, chosen))
 
 
 def _explained(source: ExplainSource, chosen: SourceOptions) -> JobExplanation:
     if source.kind is SourceKind.TRACES:
-        traces = [trace for file in source.files for trace in read_traces(file)]
-        explanation = explain_traces(traces, **chosen.of_traces)
+        explanation = _of_traces([trace for file in source.files for trace in read_traces(file)], chosen)
         notes = (source.about,) if source.about else ()
         return replace(explanation, notes=(*notes, *explanation.notes))
     unused = {"--whole": chosen.as_one_step, "--model": chosen.work, "--device": chosen.device}
@@ -185,6 +179,17 @@ def _explained(source: ExplainSource, chosen: SourceOptions) -> JobExplanation:
     if source.kind is SourceKind.RECORDS:
         return explain_records(file, step=chosen.step, rank=chosen.rank)
     return _explained_log(file, chosen)[0]
+
+
+def _of_traces(traces: Sequence[Trace], chosen: SourceOptions) -> JobExplanation:
+    return explain_traces(
+        traces,
+        step=chosen.step,
+        rank=chosen.rank,
+        as_one_step=chosen.as_one_step,
+        work=chosen.work,
+        device=chosen.device,
+    )
 
 
 def records_of_log(path: Path) -> tuple[JobExplanation, list[dict[str, float]]] | None:

@@ -1,13 +1,11 @@
 """`headway init`: look at a model and data, and write a configuration that trains the one on the other."""
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headway.cli.dry_run import saved_as_learning
 from headway.cli.index import build_indices
 from headway.cli.opened import read_template
 from headway.cli.options import ChatTemplateOption, ColumnOption, JsonOption, column_names, devices_from
@@ -73,7 +71,6 @@ def init(
         )
     if url_of(output) is None and not output.parent.is_dir():
         raise UsageError(f"-o {output}: the folder {output.parent} does not exist. Make it, or name another.")
-    from headway.count.activations import SavedByPrecision
     from headway.devices import named_device
 
     # Inputs first: a typo is told before the processor is opened, which takes seconds.
@@ -108,7 +105,6 @@ def init(
             model,
             dict(zip(data, indices, strict=True)),
             resolve_ledger(learns),
-            SavedByPrecision(partial(saved_as_learning, learns)),
             device=target,
             run_folder=f"runs/{output.stem}",
             columns=columns,

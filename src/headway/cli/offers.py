@@ -1,11 +1,10 @@
-"""The part of `headway plan` that compares offers: devices, their number and their cost."""
+"""The part of `headway plan` that compares offers: which devices, how many of them, what they cost."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway.cli.output import print_result
-from headway.cli.plan_text import SCHEMA_VERSION
 from headway.errors import UsageError
 from headway.log.working import working
 from headway.report import (
@@ -20,13 +19,11 @@ from headway.report import (
 )
 
 if TYPE_CHECKING:
-    from headway.cli.run_length import RunLength
+    from headway.cli.plan_data import RunRequest
     from headway.config import TrainConfig
     from headway.count import CostModel
-    from headway.count.activations import SavedActivations
     from headway.devices import Device
-    from headway.packing.lengths import LengthTable
-    from headway.predict.offers import Offer, OfferResult, OfferSearch
+    from headway.predict.offers import Offer, OfferResult, OfferSearch, PricedRun
     from headway.predict.speeds import Speeds
 
 
@@ -63,20 +60,51 @@ def chosen_offers(
     return (Offer(device, price),)
 
 
-def print_offers(search: "OfferSearch", offers: "Sequence[Offer]", *, as_json: bool) -> None:
-    """Plan each offer and print the offers, the cheapest first, then the reasons against the rest."""
+def print_offers(
+    request: "RunRequest",
+    offers: "Sequence[Offer]",
+    speeds_of: "Callable[[TrainConfig, CostModel, Device, int], Speeds]",
+    within_days: float | None,
+    devices: int | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Plan each offer and print them, the cheapest first, then why others are not among them.
+
+    Args:
+        request: the run.
+        offers: devices and prices.
+        speeds_of: gives the rates of a device, or of so many of them.
+        within_days: time that the run may take [days]; None for any.
+        devices: number of devices; None for any.
+        as_json: one JSON object instead of tables.
+
+    Raises:
+        PlanError: no device is in time.
+    """
+    from headway.predict.offers import MOST_DEVICES, OfferSearch
+
+    search = OfferSearch(
+        request.config,
+        request.predictor,
+        request.pattern or request.own,
+        lambda packs: request.length.total(packs, request.rows) or 0.0,
+        lambda kind: speeds_of(request.config, request.cost_model, kind, devices or MOST_DEVICES),
+        None if within_days is None else 86400 * within_days,
+        devices,
+        request.length.passes,
+    )
     with working(f"planning {len(offers)} offers"):
         results = search.run(offers)
-    print_result(lambda: _record(search, results), lambda: _table(search, results), as_json=as_json)
+    runs = sorted((run for result in results for run in result.runs), key=lambda run: run.cost)
+    print_result(lambda: _record(search, results, runs), lambda: _table(search, results, runs), as_json=as_json)
 
 
-def _record(search: "OfferSearch", results: "Sequence[OfferResult]") -> dict[str, Any]:
-    runs = sorted((run for result in results for run in result.runs), key=lambda run: run.cost.expected)
+def _record(search: "OfferSearch", results: "Sequence[OfferResult]", runs: "Sequence[PricedRun]") -> dict[str, Any]:
     return {
-        "schema_version": SCHEMA_VERSION,
-        "model": search.cost_model.name,
+        "model": search.predictor.cost_model.name,
         "within_s": search.within_s,
-        "lengths": runs[0].size.packs.lengths,
+        "lengths": runs[0].size.work.lengths,
         "runs": [run.to_dict() for run in runs],
         "others": [
             {
@@ -91,28 +119,26 @@ def _record(search: "OfferSearch", results: "Sequence[OfferResult]") -> dict[str
     }
 
 
-def _table(search: "OfferSearch", results: "Sequence[OfferResult]") -> str:
+def _table(search: "OfferSearch", results: "Sequence[OfferResult]", runs: "Sequence[PricedRun]") -> str:
     """The runs as a table, the cheapest first; then a line for each offer that has none."""
-    runs = sorted((run for result in results for run in result.runs), key=lambda run: run.cost.expected)
-    first = runs[0]
     pairs = [
-        ("model", search.cost_model.name),
-        ("train on", f"{format_count(round(first.tokens))} tokens"),
+        ("model", search.predictor.cost_model.name),
+        ("train on", f"{format_count(round(runs[0].totals.tokens))} tokens"),
         ("within", "any time" if search.within_s is None else format_duration(search.within_s)),
         ("packs", f"{format_count(search.config.data.tokens_per_pack)} tokens"),
-        ("lengths", first.size.packs.lengths.partition(":")[0]),
+        ("lengths", runs[0].size.work.lengths.partition(":")[0]),
     ]
     columns = [Column("cost"), Column("devices", "left"), *map(Column, ("time", "at worst", "MFU", "memory"))]
     columns += [Column("tokens a step"), Column("settings that make it fit", "left")]
     rows = [
         [
-            f"{run.cost.expected:,.4g}",
+            f"{run.cost:,.4g}",
             f"{run.size.devices:,} x {run.offer.title}",
-            format_duration(run.seconds.expected),
-            format_duration(run.seconds.worst),
-            format_share(run.size.time.mfu.expected),
+            format_duration(run.totals.seconds.expected),
+            format_duration(run.totals.seconds.worst),
+            format_share(run.size.step.mfu.expected),
             format_bytes(run.size.memory.peak),
-            format_count(round(run.size.time.tokens)),
+            format_count(round(run.size.step.tokens)),
             " ".join(run.settings) or "-",
         ]
         for run in runs
@@ -132,47 +158,3 @@ def _table(search: "OfferSearch", results: "Sequence[OfferResult]") -> str:
         )
     )
     return "\n\n".join(parts)
-
-
-def plan_offers(
-    offers: "Sequence[Offer]",
-    recipe: "tuple[TrainConfig, CostModel, Mapping[str, SavedActivations]]",
-    samples: "tuple[RunLength, tuple[str, LengthTable] | None, Path | None]",
-    bounds: tuple[float | None, int | None],
-    speeds_of: "Callable[[TrainConfig, CostModel, Device, int], Speeds]",
-    *,
-    as_json: bool,
-) -> None:
-    """Look for the devices that train a run in time, and print them.
-
-    Args:
-        offers: devices and prices.
-        recipe: configuration, cost model and what autograd saves of the model.
-        samples: how long the run is, its samples where the plan section has none, and the file of their lengths, if
-            there is one.
-        bounds: time that the run may take [days], and number of devices; None for any.
-        speeds_of: gives the rates of a device, or of so many of them.
-        as_json: one JSON object instead of tables.
-
-    Raises:
-        UsageError: a run without an end.
-        PlanError: no device is in time.
-    """
-    from headway.predict.offers import MOST_DEVICES, OfferSearch
-
-    (config, cost_model, saved), (ends, table, lengths), (within, devices) = recipe, samples, bounds
-    if not ends.is_given:
-        raise UsageError("--price-list and --within are for a whole run; give its --samples, --tokens or --epochs.")
-    rows = ends.rows(table, lengths)
-    search = OfferSearch(
-        config,
-        cost_model,
-        saved,
-        table,
-        lambda packs: ends.total(packs, rows) or 0.0,
-        lambda kind: speeds_of(config, cost_model, kind, devices or MOST_DEVICES),
-        None if within is None else 86400 * within,
-        devices,
-        ends.passes,
-    )
-    print_offers(search, offers, as_json=as_json)

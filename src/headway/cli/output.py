@@ -80,13 +80,13 @@ class OutputLostError(HeadwayError):
 
 
 class ReaderGoneError(OutputLostError):
-    """Nobody reads standard output any more, as behind `| head`; this is no mistake of the user's."""
+    """Nobody reads standard output any more, as behind `| head`, which is no mistake to be told."""
 
     exit_code = _BROKEN_PIPE
 
 
 class _Stream(io.FileIO):
-    """A file descriptor of a standard stream; once the descriptor takes no more, text goes nowhere."""
+    """A file descriptor of a standard stream; once it takes no more, what is written goes nowhere."""
 
     def __init__(self, number: int, *, observes: bool) -> None:
         super().__init__(number, "wb", closefd=False)
@@ -139,7 +139,7 @@ def open_streams() -> None:
 
 
 def _opened(number: int, before: TextIO | None, *, observes: bool) -> TextIO:
-    """The same stream on a descriptor whose errors are `OutputLostError`; a stream buffered by lines stays so."""
+    """The same stream, line by line where it was so, on a descriptor that fails as said above."""
     buffer = io.BufferedWriter(_Stream(number, observes=observes))
     return io.TextIOWrapper(
         buffer,

@@ -1,47 +1,106 @@
 """`headway plan`: will it fit, how long will a step take, what will the run cost."""
 
 import json
-from collections.abc import Mapping
-from dataclasses import replace
+import math
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from headway.cli.devices import local_device, local_rates
-from headway.cli.dry_run import LinkOptions, in_red, lengths_of_data, measured_data, saved_of_recipe
-from headway.cli.offers import chosen_offers, plan_offers
+from headway.cli.links import LinkOptions
+from headway.cli.offers import chosen_offers, print_offers
 from headway.cli.options import JsonOption, devices_from, models_from, spread
 from headway.cli.output import needs_extra, print_result, warn
-from headway.cli.plan_text import WholeRun, as_text, note_on_auto, to_dict
+from headway.cli.plan_data import RunLength, RunRequest, lengths_of_data, measured_data
+from headway.cli.plan_text import note_on_auto, plan_record, plan_text
 from headway.cli.resolve import resolve_cost_model, resolve_ledger
-from headway.cli.run_length import RunLength, refuse_halves
 from headway.cli.train import SetOption
 from headway.cli.workload import WorkloadOptions, samples_in_turn, with_text
 from headway.errors import PlanError, UsageError
 from headway.log.working import working
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from headway.config import TrainConfig
     from headway.count import CostModel
-    from headway.count.activations import SavedActivations
     from headway.devices import Device
     from headway.packing.lengths import LengthTable
-    from headway.predict.collectives import Links
-    from headway.predict.dry_run import DryRun
     from headway.predict.failures import Reliability
-    from headway.predict.scale import Scaling, SizedRun
+    from headway.predict.prediction import Prediction, Predictor
     from headway.predict.speeds import Speeds
-    from headway.predict.step_time import StepForecast
 
 _PACK = 8192  # tokens of a pack, where MODEL alone is named
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "bfloat16-autocast": "bf16"}
 
 
 SAVE_S, RESTART_S = 30.0, 300.0
+_ENDLESS = "--price-list and --within are for a whole run; give its --samples, --tokens or --epochs."
 
 
-@spread(only=["segments", "images", "videos", "link", "network", "per_node"])
+@dataclass(frozen=True)
+class SizeOptions:
+    """Options that plan several numbers of devices, and their failures."""
+
+    scale: Annotated[
+        str | None,
+        typer.Option(metavar="N,N,...", help="How the step grows with devices: plans packs of all ranks at each size."),
+    ] = None
+    mtbf: Annotated[
+        float | None,
+        typer.Option(metavar="H", help="With --scale: mean time between failures of a device with its host [hours]."),
+    ] = None
+    save: Annotated[
+        float | None, typer.Option(metavar="S", help=f"With --mtbf: pause for a checkpoint [s]; {SAVE_S:g}.")
+    ] = None
+    restart: Annotated[
+        float | None,
+        typer.Option(metavar="S", help=f"With --mtbf: from a failure to the next step [s]; {RESTART_S:g}."),
+    ] = None
+
+    @property
+    def reliability(self) -> "Reliability | None":
+        """Rate at which devices fail; None where nothing says it."""
+        from headway.predict.failures import Reliability
+
+        if self.mtbf is None:
+            return None
+        save_s, restart_s = (SAVE_S if self.save is None else self.save), self.restart
+        return Reliability(self.mtbf * 3600, save_s, RESTART_S if restart_s is None else restart_s)
+
+
+@dataclass(frozen=True)
+class OfferOptions:
+    """Options that look for devices: a time for the run, and prices."""
+
+    within: Annotated[
+        float | None,
+        typer.Option(
+            metavar="TIME", help="Time that the run may take, such as 7d: how many devices is looked for [days]."
+        ),
+    ] = None
+    price_list: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Prices of device-hours, as H100: 2.5 (YAML, JSON, CSV): devices side by side."
+        ),
+    ] = None
+
+    @property
+    def are_given(self) -> bool:
+        """True if devices are looked for."""
+        return self.within is not None or self.price_list is not None
+
+
+@spread(
+    only=[
+        *("tokens", "epochs", "samples", "within", "price_list", "segments", "images", "videos"),
+        *("scale", "mtbf", "save", "restart", "link", "network", "per_node"),
+    ],
+    between={"samples": ["price"]},
+)
 def plan(
     recipe: Annotated[
         str,
@@ -60,39 +119,18 @@ def plan(
     devices: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Devices, a process each; plan.devices if not given.")
     ] = None,
-    tokens: Annotated[
-        float | None, typer.Option(metavar="T", min=1, help="Tokens to train on, such as 2e9; for time and cost.")
-    ] = None,
-    epochs: Annotated[
-        float | None,
-        typer.Option(metavar="E", min=0, help="Instead: how often --data, --lengths or --samples play."),
-    ] = None,
+    *,
+    length: RunLength,
     price: Annotated[
         float | None, typer.Option(metavar="P", min=0, help="Price of a device-hour, in any currency.")
     ] = None,
-    samples: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, help="Instead: samples to train on, as --segments or plan.mix describe them."),
-    ] = None,
-    within: Annotated[
-        float | None,
-        typer.Option(
-            metavar="TIME", help="Time that the run may take, such as 7d: how many devices is looked for [days]."
-        ),
-    ] = None,
-    price_list: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Prices of device-hours, as H100: 2.5 (YAML, JSON, CSV): devices side by side."
-        ),
-    ] = None,
+    offers: OfferOptions,
     tokens_per_sample: Annotated[
         int | None,
         typer.Option(
             metavar="N", min=1, help="Instead of --segments: text of each sample, its pictures besides [tokens]."
         ),
     ] = None,
-    *,
     work: WorkloadOptions,
     lengths: Annotated[
         Path | None,
@@ -102,21 +140,7 @@ def plan(
         list[str] | None,
         typer.Option(metavar="D", help="Instead: datasets, measured with the model's own processor. Repeatable."),
     ] = None,
-    scale: Annotated[
-        str | None,
-        typer.Option(metavar="N,N,...", help="How the step grows with devices: plans packs of all ranks at each size."),
-    ] = None,
-    mtbf: Annotated[
-        float | None,
-        typer.Option(metavar="H", help="With --scale: mean time between failures of a device with its host [hours]."),
-    ] = None,
-    save: Annotated[
-        float | None, typer.Option(metavar="S", help=f"With --mtbf: pause for a checkpoint [s]; {SAVE_S:g}.")
-    ] = None,
-    restart: Annotated[
-        float | None,
-        typer.Option(metavar="S", help=f"With --mtbf: from a failure to the next step [s]; {RESTART_S:g}."),
-    ] = None,
+    sizes: SizeOptions,
     link_options: LinkOptions,
     settings: SetOption = None,
     as_json: JsonOption = False,
@@ -133,108 +157,80 @@ def plan(
     Example: headway plan qwen3-8b --device H100 --devices 8 --tokens 1e9
     """
     from headway.devices import named_device
-    from headway.predict.dry_run import dry_run, learning_model, with_copies
-    from headway.predict.forecast import Forecaster
-    from headway.predict.planned_lengths import lengths_in_turn, no_lengths
+    from headway.predict.prediction import Predictor
+    from headway.predict.saved import saved_of_recipe
 
-    ends = RunLength(tokens, epochs, samples)
-    refuse_halves(ends, price, lengths, data, work.segments or tokens_per_sample, within)
+    segments = work.segments or tokens_per_sample
+    _refuse(
+        _wrong_uses(length, price, {"--lengths": lengths, "--data": data, "--segments": segments}, offers.within, sizes)
+    )
     of_lengths = () if lengths is None else ("plan.mix=null", f"plan.lengths={json.dumps(str(lengths))}")
     cost_model, config = named_recipe(recipe, (*of_lengths, *(settings or ())))
     pattern = _pattern(cost_model, config.model.path, work, tokens_per_sample)
     name = device or config.plan.device
     target = named_device(name) if name is not None else None
-    saved = saved_of_recipe(config)
-    reliability = _reliability(scale, mtbf, save, restart)
     own = lengths_of_data(config, cost_model) if pattern is None and not data else None
-    if epochs is not None and not (lengths or data or samples or own):
+    if length.epochs is not None and not (lengths or data or length.samples or own):
         raise UsageError(
-            f"--epochs {epochs:g} needs data that end: give --data, --lengths or --samples, or --tokens instead."
+            f"--epochs {length.epochs:g} needs data that end: give --data, --lengths or --samples, or --tokens instead."
         )
-    if price_list is not None or within is not None:
-        plan_offers(
-            chosen_offers(
-                price_list,
-                target if price_list is None or device is not None else None,  # a recipe's own bounds no list
-                price,
-                {"scale": scale, "mtbf": mtbf, "data": data, **vars(link_options)},
-            ),
-            (config, cost_model, saved),
-            (ends, pattern or own, lengths),
-            (within, devices),
-            speeds_of,
-            as_json=as_json,
-        )
-        return
-    if scale is not None:
-        _refuse_with_scale({"--devices": devices, "--data": data})
-        sizes = _sizes(scale, config, cost_model, target, saved, link_options, reliability, pattern or own)
-        rows = ends.rows(own, lengths)
-        _print_sizes(
-            config, sizes, [ends.total(size.packs, rows) for size in sizes[1]], ends.passes, price, as_json=as_json
-        )
-        return
-    count = devices or config.plan.devices or 1
-    config = with_copies(config, count)
-    link_options.joining(target, count)  # or an error, before anything is measured
-    measured = measured_data(data, config, cost_model) if data else None
-    table = own if measured is None else (measured.name, measured.lengths)
-    if pattern is not None:
-        table = lengths_in_turn(config, pattern, config.parallel.mesh_shape(count))
-    planned = dry_run(config, cost_model, saved, devices=count, device=target, lengths=table)
-    if planned.packs is None:
+    predictor = Predictor.of(config, cost_model, saved_of_recipe(config), device=target)
+    rows = 0 if data else length.rows(own, lengths)
+    run = RunRequest(config, cost_model, predictor, pattern, own, length, rows, price)
+    if offers.are_given:
+        # a recipe's own device bounds no list
+        chosen = target if offers.price_list is None or device is not None else None
+        others = {"scale": sizes.scale, "mtbf": sizes.mtbf, "data": data, **vars(link_options)}
+        priced = chosen_offers(offers.price_list, chosen, price, others)
+        _refuse([(not length.is_given, _ENDLESS)])
+        print_offers(run, priced, speeds_of, offers.within, devices, as_json=as_json)
+    elif sizes.scale is not None:
+        _refuse(_wrong_uses_of_scale(devices, data))
+        _print_sizes(run, sizes, link_options, as_json=as_json)
+    else:
+        _print_plan(run, devices or config.plan.devices or 1, link_options, data, as_json=as_json)
+
+
+def _print_plan(
+    run: RunRequest, count: int, link_options: LinkOptions, data: list[str] | None, *, as_json: bool
+) -> None:
+    """Print one number of devices, with what a whole run takes on them.
+
+    Raises:
+        typer.Exit: the run does not fit the device; exit code 1.
+    """
+    from headway.predict.packs import lengths_in_turn, no_lengths
+    from headway.predict.recipe import with_copies
+
+    config, predictor = with_copies(run.config, count), run.predictor
+    links = link_options.joining(predictor.device, count)  # or an error, before anything is measured
+    measured = measured_data(data, config, run.cost_model) if data else None
+    table = run.own if measured is None else (measured.name, measured.lengths)
+    if run.pattern is not None:
+        table = lengths_in_turn(config, run.pattern, config.parallel.mesh_shape(count))
+    elif table is None and config.plan.lengths is None and config.plan.mix is None:
         raise no_lengths()
-    speeds = speeds_of(config, cost_model, target, count)
-    links = link_options.joining(target, count)
+    speeds = speeds_of(config, run.cost_model, predictor.device, count)
     making_s = None if measured is None else measured.making_s
-    learning = learning_model(config, cost_model)
-    time = Forecaster(learning, saved, speeds, count, links, making_s=making_s).predict(config, planned.packs)
-    total = ends.total(planned.packs, planned.packs.counts.read)
-    planned = _with_note_on_auto(config, learning, saved, planned, time, (target, count, links, making_s))
-    run = (
-        None
-        if total is None
-        else WholeRun.of(total, time, count, price, speeds, before=time.before(total / ends.passes))
-    )
-    print_result(
-        lambda: to_dict(planned, time, speeds, run),
-        lambda: in_red(as_text(config, planned, time, speeds, run, count, links, making_s)),
-        as_json=as_json,
-    )
+    predictor = replace(predictor, speeds=speeds, links=links, making_s=making_s)
+    planned = _with_note_on_auto(predictor, predictor.at(config, count, table))
+    totals = run.totals(planned, planned.work.counts.read)
+    print_result(lambda: plan_record(planned, totals), lambda: plan_text(planned, totals), as_json=as_json)
     if planned.fits is False:
         raise typer.Exit(1)
 
 
-def _with_note_on_auto(
-    config: "TrainConfig",
-    learning: "CostModel",
-    saved: Mapping[str, "SavedActivations"],
-    planned: "DryRun",
-    time: "StepForecast",
-    where: "tuple[Device | None, int, Links | None, float | None]",
-) -> "DryRun":
-    """Add a note on the other kernel of attention that auto may take on the machine that trains, and on its gain.
+def _with_note_on_auto(predictor: "Predictor", planned: "Prediction") -> "Prediction":
+    """Add a note on the other kernel of attention that auto may take on the machine that trains, and on its gain."""
+    from headway.config import changed_config
 
-    Args:
-        config: the recipe.
-        learning: cost model, with adapters in place.
-        saved: what autograd saves of the model, by precision.
-        planned: with FlashAttention-2.
-        time: of a step with FlashAttention-2.
-        where: kind and number of the devices, how they are joined, and the time of making a token [s].
-    """
-    from headway.config.read import with_overrides
-    from headway.predict.dry_run import memory_plan
-    from headway.predict.forecast import Forecaster
-
-    packs, (target, count, links, making_s) = planned.packs, where
-    if packs is None or config.speed.attention != "auto" or target is None or "cudnn" not in target.attention_shares:
+    target, config = planned.device, planned.config
+    if config.speed.attention != "auto" or target is None or "cudnn" not in target.attention_shares:
         return planned
-    faster = with_overrides(config.to_dict(), ("speed.attention=cudnn",))
-    memory = memory_plan(faster, learning, saved, count, packs.most_tokens, packs.most_patches, packs.padded)
-    speeds = speeds_of(faster, learning, target, count)
-    step = Forecaster(learning, saved, speeds, count, links, making_s=making_s).predict(faster, packs)
-    note = note_on_auto(time, step, memory.peak - planned.memory.peak)
+    faster = changed_config(config, {"speed.attention": "cudnn"})
+    speeds = speeds_of(faster, predictor.cost_model, target, planned.devices)
+    other = replace(predictor, device=None, speeds=speeds).over(planned.packs, faster, planned.devices)
+    note = note_on_auto(planned.step, other.step, other.memory.peak - planned.memory.peak)
     return replace(planned, notes=(*planned.notes, note))
 
 
@@ -251,94 +247,71 @@ def _pattern(
     return " ".join(f"{option} {text[:60]}" for option, text in work.typed().items()), table
 
 
-def _refuse_with_scale(options: dict[str, Any]) -> None:
-    for name, value in options.items():
-        if value is not None:
-            text = value[0] if isinstance(value, list) else f"{value:g}"
-            raise UsageError(f"{name} {text} is for one size of a run, and cannot take effect with --scale.")
+def _refuse(wrong: "Iterable[tuple[object, str]]") -> None:
+    """Raise the first sentence whose condition holds."""
+    for is_wrong, sentence in wrong:
+        if is_wrong:
+            raise UsageError(sentence)
 
 
-def _reliability(
-    scale: str | None, mtbf: float | None, save: float | None, restart: float | None
-) -> "Reliability | None":
-    """Rate at which devices fail, as the options say; None where they do not."""
-    from headway.predict.failures import Reliability
-
+def _wrong_uses(
+    length: RunLength, price: float | None, places: dict[str, Any], within: float | None, sizes: SizeOptions
+) -> "Iterable[tuple[object, str]]":
+    """Options that two places would answer, or none, each with its sentence."""
+    names = [name for name, value in places.items() if value]
+    yield len(names) > 1, f"{' and '.join(names)} are two places for lengths; give one of them."
+    for name, value in (("--epochs", length.epochs), ("--samples", length.samples)):
+        both = length.tokens is not None and value is not None
+        yield both, f"--tokens and {name} both say how long the run is; give one of them."
+    is_time = within is None or 0 < within < math.inf
+    yield not is_time, f"--within {_short(within)} is no time; give a positive one, such as 7d or 36h."
+    again = length.samples is not None and names and names[0] != "--segments"
+    yield again, f"--samples {length.samples} says again what {''.join(names)} holds; give --epochs instead."
+    for name, value in (("--tokens", length.tokens), ("--epochs", length.epochs)):
+        is_length = value is None or 0 < value < math.inf
+        yield not is_length, f"{name} {_short(value)} is no length of a run; give a positive number."
+    endless = not length.is_given
+    yield price is not None and endless, "--price is for a whole run; give its --tokens, --epochs or --samples too."
     for name, value, needed, other in (
-        ("--mtbf", mtbf, "--scale", scale),
-        ("--save", save, "--mtbf", mtbf),
-        ("--restart", restart, "--mtbf", mtbf),
+        ("--mtbf", sizes.mtbf, "--scale", sizes.scale),
+        ("--save", sizes.save, "--mtbf", sizes.mtbf),
+        ("--restart", sizes.restart, "--mtbf", sizes.mtbf),
     ):
-        if value is not None and other is None:
-            raise UsageError(f"{name} {value:g} cannot take effect without {needed}.")
-        if value is not None and value < 0:
-            raise UsageError(f"{name} {value:g} is no time; give a positive number.")
-    if mtbf is None:
-        return None
-    return Reliability(mtbf * 3600, SAVE_S if save is None else save, RESTART_S if restart is None else restart)
+        lacks = value is not None and other is None
+        yield lacks, f"{name} {_short(value)} cannot take effect without {needed}."
+        yield value is not None and value < 0, f"{name} {_short(value)} is no time; give a positive number."
 
 
-def _sizes(
-    scale: str,
-    config: "TrainConfig",
-    cost_model: "CostModel",
-    device: "Device | None",
-    saved: Mapping[str, "SavedActivations"],
-    link_options: LinkOptions,
-    reliability: "Reliability | None",
-    pattern: "tuple[str, LengthTable] | None",
-) -> "tuple[Scaling, list[SizedRun]]":
-    """Plan each number of devices that --scale names."""
-    from headway.predict.dry_run import learning_model
-    from headway.predict.scale import Scaling, sizes_of
-
-    sizes = sizes_of(scale)
-    if device is None:
-        raise PlanError("no device is named, and --scale needs one: give --device, or set plan.device.")
-    links = link_options.required(device)
-    links.require(max(sizes))
-    speeds = speeds_of(config, cost_model, device, max(sizes))
-    scaling = Scaling(learning_model(config, cost_model), saved, speeds, links, reliability, device)
-    with working(f"planning packs for up to {max(sizes):,} devices"):
-        return scaling, [scaling.at(config, devices, pattern) for devices in sizes]
+def _wrong_uses_of_scale(devices: int | None, data: list[str] | None) -> "Iterable[tuple[object, str]]":
+    for name, value in (("--devices", devices), ("--data", data and data[0])):
+        yield value is not None, f"{name} {value} is for one size of a run, and cannot take effect with --scale."
 
 
-def _print_sizes(
-    config: "TrainConfig",
-    sizes: "tuple[Scaling, list[SizedRun]]",
-    totals: "list[float | None]",
-    passes: float,
-    price: float | None,
-    *,
-    as_json: bool,
-) -> None:
-    """Print the sizes with what a whole run of so many tokens takes at each.
+def _short(value: float | None) -> str:
+    return "" if value is None else f"{value:g}"
+
+
+def _print_sizes(run: RunRequest, options: SizeOptions, link_options: LinkOptions, *, as_json: bool) -> None:
+    """Plan each number of devices that --scale names, and print them with what a whole run takes at each.
 
     Raises:
         typer.Exit: one does not fit the device; exit code 1.
     """
-    from headway.cli.plan_text import scale_record, scale_text
+    from headway.cli.scale_text import scale_record, scale_text
+    from headway.predict.scale import at_size, sizes_of
 
-    scaling, sized = sizes
-    runs = []
-    for size, total in zip(sized, totals, strict=True):
-        lasting = 1.0 if size.interruptions is None else size.interruptions.goodput
-        runs.append(
-            None
-            if total is None
-            else WholeRun.of(
-                total,
-                size.time,
-                size.devices,
-                price,
-                scaling.speeds,
-                before=size.time.before(total / passes),
-                goodput=lasting,
-            )
-        )
-    sizes_and_runs = config, scaling, sized, runs
-    print_result(lambda: scale_record(*sizes_and_runs), lambda: in_red(scale_text(*sizes_and_runs)), as_json=as_json)
-    if any(size.fits is False for size in sized):
+    counts, target, reliability = sizes_of(options.scale or ""), run.predictor.device, options.reliability
+    if target is None:
+        raise PlanError("no device is named, and --scale needs one: give --device, or set plan.device.")
+    links = link_options.required(target)
+    links.require(max(counts))
+    speeds = speeds_of(run.config, run.cost_model, target, max(counts))
+    predictor = replace(run.predictor, speeds=speeds, links=links)
+    with working(f"planning packs for up to {max(counts):,} devices"):
+        planned = [at_size(predictor, run.config, count, run.pattern or run.own, reliability) for count in counts]
+    sizes = [(size, run.totals(size)) for size in planned]
+    print_result(lambda: scale_record(sizes, reliability), lambda: scale_text(sizes, reliability), as_json=as_json)
+    if any(size.fits is False for size in planned):
         raise typer.Exit(1)
 
 
@@ -349,8 +322,7 @@ def named_recipe(recipe: str, settings: tuple[str, ...]) -> "tuple[CostModel, Tr
         recipe: a YAML file; or a model, which is trained by AdamW on packs of 8,192 tokens of typical samples.
         settings: assignments that change the configuration, as `--set` takes them.
     """
-    from headway.config import load_config
-    from headway.config.read import with_overrides
+    from headway.config import load_config, with_overrides
 
     if Path(recipe).suffix in (".yaml", ".yml"):
         config = load_config(Path(recipe), settings)
@@ -379,7 +351,7 @@ def speeds_of(config: "TrainConfig", cost_model: "CostModel", device: "Device | 
         PlanError: the device's peak or bandwidth is not known; or none is named, and the run is not for this machine.
     """
     from headway.predict.blocks import with_blocks
-    from headway.predict.dry_run import precision_of
+    from headway.predict.recipe import precision_of
     from headway.predict.speeds import Speeds
 
     dtype = _DTYPES[precision_of(config, devices)]

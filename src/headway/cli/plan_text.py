@@ -1,10 +1,12 @@
-"""Text of `headway plan`: the run's totals, its ways to fit, and the lines of its step."""
+"""Text of predictions, for every command that prints one: memory by part, ways to fit, FLOPs, packs, time by line."""
 
+import math
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from headway.cli.dry_run import note_on_links, verdict, ways_text
+from headway.cli.links import note_on_links
+from headway.cli.output import needs_extra
 from headway.report import (
     Column,
     format_bytes,
@@ -16,127 +18,39 @@ from headway.report import (
     render_pairs,
     render_table,
 )
+from headway.report.terminal import coloured
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from headway.config import TrainConfig
-    from headway.count import FlopCount
-    from headway.predict.collectives import Links
-    from headway.predict.dry_run import DryRun
-    from headway.predict.scale import Scaling, SizedRun
-    from headway.predict.speeds import Cases, Speeds
+    from headway.predict.packs import Packs
+    from headway.predict.prediction import Prediction, RunTotals
+    from headway.predict.speeds import Cases
     from headway.predict.step_time import StepForecast
 
 _LEAST_GAIN = 0.001  # of a step, that is worth a package
+_NO_ROOM = "DOES NOT FIT"
+LABELS = {"base": "weights, base", "casts": "weights, cast", "gathered": "weights, gathered",
+    "reducing": "gradients, summing", "passing": "gradients, passing", "head": "logits and loss",
+    "updating": "optimizer, working"}  # fmt: skip
 
 
-@dataclass(frozen=True)
-class WholeRun:
-    """Totals of a whole run; of each quantity the best, the expected and the worst case."""
-
-    tokens: float  # to train on
-    steps: float  # of the optimizer
-    seconds: "Cases"  # of the run [s]
-    device_hours: "Cases"  # of all devices [h]
-    cost: "Cases | None"  # in the currency of the price; None without one
-    energy_kwh: "Cases | None"  # of the boards [kWh]; None where their power is not known
-
-    @classmethod
-    def of(
-        cls,
-        tokens: float,
-        time: "StepForecast",
-        devices: int,
-        price: float | None,
-        speeds: "Speeds",
-        *,
-        before: "Cases | None" = None,
-        goodput: float = 1.0,
-    ) -> "WholeRun":
-        """Extend a mean step to a run of so many tokens.
-
-        Args:
-            tokens: to train on.
-            time: of a mean step.
-            devices: of the run.
-            price: of a device-hour, in any currency.
-            speeds: of the device, for its board's power.
-            before: time before the first step [s]; None for none.
-            goodput: share of the time that failures do not take back.
-        """
-        steps = tokens / time.tokens
-        seconds = time.seconds.times(steps / goodput)
-        seconds = seconds if before is None else seconds + before.times(1 / goodput)
-        hours = seconds.times(devices / 3600)
-        power_w = speeds.board_power_w
-        return cls(
-            tokens,
-            steps,
-            seconds,
-            hours,
-            None if price is None else hours.times(price),
-            None if power_w is None else hours.times(power_w / 1000),
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types; of each time the best, the expected and the worst case."""
-        return {
-            "tokens": self.tokens,
-            "steps": self.steps,
-            "seconds": [*self.seconds],
-            "device_hours": [*self.device_hours],
-            "cost": None if self.cost is None else [*self.cost],
-            "energy_kwh": None if self.energy_kwh is None else [*self.energy_kwh],
-        }
-
-    def to_pairs(self) -> list[tuple[str, str]]:
-        """Name and text of each quantity."""
-        pairs = [
-            (
-                "steps",
-                f"{format_count(max(1, round(self.steps)))} of {format_count(round(self.tokens / self.steps))} tokens",
-            ),
-            (f"{format_count(round(self.tokens))} tokens", cases_text(self.seconds, format_duration)),
-            ("device-hours", cases_text(self.device_hours, lambda hours: f"{hours:,.4g}")),
-        ]
-        if self.cost is not None:
-            pairs.append(("cost", cases_text(self.cost, lambda cost: f"{cost:,.4g}")))
-        if self.energy_kwh is not None:
-            pairs.append(("energy", cases_text(self.energy_kwh, lambda kwh: f"{kwh:,.4g} kWh") + ", boards alone"))
-        return pairs
-
-
-def to_dict(planned: "DryRun", time: "StepForecast", speeds: "Speeds", run: WholeRun | None) -> dict[str, Any]:
-    """The dry run, the step and the whole run, as plain JSON types."""
+def plan_record(planned: "Prediction", totals: "RunTotals | None") -> dict[str, Any]:
+    """The prediction, where its rates are from, and the whole run, as plain JSON types."""
+    speeds = planned.speeds
+    assert speeds is not None
     source = {"device": speeds.name, "source": speeds.source, "measured": speeds.is_measured}
-    dry = planned.to_dict()
-    dry.pop("schema_version")
-    return {**dry, "speeds": source, "time": time.to_dict(), "run": run and run.to_dict()}
+    return {**planned.to_dict(), "speeds": source, "run": totals and totals.to_dict()}
 
 
-def as_text(
-    config: "TrainConfig",
-    planned: "DryRun",
-    time: "StepForecast",
-    speeds: "Speeds",
-    run: WholeRun | None,
-    devices: int,
-    links: "Links | None",
-    making_s: float | None,
-) -> str:
+def plan_text(planned: "Prediction", totals: "RunTotals | None") -> str:
     """Format a plan: totals first, then what would fit if it does not, then the step's lines and their sources."""
-    packs = planned.packs
-    assert packs is not None
-    shape = planned.shape
+    packs, time, speeds, shape, params = planned.work, planned.step, planned.speeds, planned.shape, planned.params
+    assert speeds is not None
     copies = f", {shape.replicate:,} copies of {shape.fsdp:,} shards" if shape.replicate > 1 else ""
+    data = planned.config.data
     pairs = [
-        (
-            "model",
-            f"{planned.model}, {planned.params.total:,} parameters, {planned.params.trainable:,} of them trained",
-        ),
-        ("devices", f"{devices:,} x {speeds.name}{copies}"),
-        ("packs", f"{config.data.tokens_per_pack:,} tokens, {format_share(packs.report.fill)} full"),
+        ("model", f"{planned.model}, {params.total:,} parameters, {params.trainable:,} of them trained"),
+        ("devices", f"{planned.devices:,} x {speeds.name}{copies}"),
+        ("packs", f"{data.tokens_per_pack:,} tokens, {format_share(packs.report.fill)} full"),
         ("lengths", packs.lengths.partition(":")[0]),
         ("memory", memory_text(planned)),
         ("step", cases_text(time.seconds, format_duration)),
@@ -144,21 +58,221 @@ def as_text(
         ("tokens/s", cases_text(time.tokens_per_s, lambda rate: format_count(round(rate)))),
     ]
     if packs.reference is not None:
-        pairs.append(("reference", _reference_text(planned, packs.reference, time)))
-    sections = [render_pairs(pairs + ([] if run is None else run.to_pairs()))]
+        flops = format_flops(packs.reference.total)
+        text = f"a forward of each step without adapters, {flops} of its {format_flops(time.flops)}"
+        if planned.refers == "once":
+            once = cases_text(time.reference, format_duration)
+            text = f"stored: before the first step a forward of the data, for a step's packs {flops} in {once}"
+        pairs.append(("reference", text))
+    sections = [render_pairs(pairs + ([] if totals is None else _totals_pairs(totals)))]
     if planned.ways:
-        sections.append(ways_text(planned.device, planned.ways))
-    on_links = note_on_links(links, devices, on_this_machine=speeds.is_measured)
-    if links is None and devices > 1:  # which makes every number above a best case: said before the lines, not after
+        sections.append(ways_text(planned))
+    on_links = note_on_links(planned.links, planned.devices, on_this_machine=speeds.is_measured)
+    if planned.links is None and planned.devices > 1:  # every number above is a best case, which is said first
         sections.append(render_lines([on_links]))
         on_links = ""
     notes = [*planned.notes, f"Rates: {speeds.source}.", on_links]
-    if making_s is not None:
+    if planned.making_s is not None:
         notes.append(
-            f"Data: a worker makes {format_count(round(1 / making_s))} tokens/s, timed here; each device has "
-            f"{format_count(max(1, config.data.workers))}."
+            f"Data: a worker makes {format_count(round(1 / planned.making_s))} tokens/s, timed here; each device has "
+            f"{format_count(max(1, data.workers))}."
         )
-    return "\n\n".join([*sections, _lines(time), render_lines([note for note in notes if note])])
+    return in_red("\n\n".join([*sections, _lines(time), render_lines([note for note in notes if note])]))
+
+
+def dry_run_text(planned: "Prediction") -> str:
+    """Format a dry run: parameters, memory by part and moment, what would fit if it does not, FLOPs and packs."""
+    shape, params, packs = planned.shape, planned.params, planned.packs
+    experts = f"; experts over {shape.expert}" if shape.expert > 1 else ""
+    pairs = [
+        ("model", f"{planned.config.model.path}  (ledger of {planned.model})"),
+        ("parameters", f"{params.total:,}, {params.trainable:,} of them trained; a token uses {params.active:,}"),
+        (
+            "devices",
+            f"{shape.world_size:,} = {shape.replicate} replicas x {shape.shard} shards x {shape.sequence} that share "
+            f"each pack{experts}",
+        ),
+    ]
+    sections = [render_pairs(pairs), _memory_table(planned)]
+    sections += [ways_text(planned)] if planned.ways else []
+    sections += [] if packs is None else [_flops_table(planned, packs), _packs_pairs(planned, packs)]
+    return in_red("\n\n".join([*sections, render_lines([*planned.notes, _left_out(planned)])]))
+
+
+def in_red(text: str) -> str:
+    """Colour what says that memory does not suffice, where stdout is a terminal."""
+    return text.replace(_NO_ROOM, coloured(_NO_ROOM, "red", sys.stdout))
+
+
+def _totals_pairs(totals: "RunTotals") -> list[tuple[str, str]]:
+    """Name and text of each quantity of a whole run."""
+    a_step = format_count(round(totals.tokens / totals.steps))
+    pairs = [
+        ("steps", f"{format_count(max(1, round(totals.steps)))} of {a_step} tokens"),
+        (f"{format_count(round(totals.tokens))} tokens", cases_text(totals.seconds, format_duration)),
+        ("device-hours", cases_text(totals.device_hours, lambda hours: f"{hours:,.4g}")),
+    ]
+    if totals.cost is not None:
+        pairs.append(("cost", cases_text(totals.cost, lambda cost: f"{cost:,.4g}")))
+    if totals.energy_kwh is not None:
+        pairs.append(("energy", cases_text(totals.energy_kwh, lambda kwh: f"{kwh:,.4g} kWh") + ", boards alone"))
+    return pairs
+
+
+def cases_text(cases: "Cases", write: Callable[[float], str]) -> str:
+    """The expected case, and the two others behind it: "2.40 s (1.90 s at best, 3.80 s at worst)"."""
+    return f"{write(cases.expected)} ({write(cases.best)} at best, {write(cases.worst)} at worst)"
+
+
+def memory_text(planned: "Prediction") -> str:
+    """The peak and whether it fits; `headway train --dry-run` has the parts."""
+    peak = format_bytes(planned.memory.peak)
+    return f"{peak} of each device" if planned.fits is None else f"{peak}, {verdict(planned)}"
+
+
+def verdict(planned: "Prediction") -> str:
+    """Say whether a run fits its device, and by what share of its memory."""
+    from headway.predict.fitting import USABLE
+
+    device = planned.device
+    if device is None or device.memory_bytes is None:
+        return "name a device with --device to see whether it fits"
+    share = format_share(planned.memory.peak / device.memory_bytes)
+    text = f"{share} of {device.title}'s {format_bytes(device.memory_bytes)}"
+    return text if planned.fits else f"{text}: {_NO_ROOM} within {format_share(USABLE)}"
+
+
+def ways_text(planned: "Prediction") -> str:
+    """Say which settings, or how many devices, make a run fit a device, as `--set` takes them."""
+    from headway.predict.fitting import room_of
+
+    ways, room = planned.ways, room_of(planned.device) or 0
+    if ways[0].peak_bytes > room:
+        adapters = "" if any("model.lora" in setting for setting in ways[0].settings) else "adapters (model.lora), "
+        return render_lines(
+            [
+                f"No settings make it fit {format_bytes(room)}. The least that was found is {ways[0]}, which takes "
+                f"{format_bytes(ways[0].peak_bytes)}; train {adapters}a smaller model, or on more devices."
+            ]
+        )
+    columns = [Column("what fits, by the plan (--set)", "left"), Column("size"), Column("price", "left")]
+    return render_table(columns, [[str(way), format_bytes(way.peak_bytes), way.price] for way in ways])
+
+
+def _residual(planned: "Prediction") -> dict[str, Any] | None:
+    """Memory that the run of this recipe's folder held beyond its prediction, on this device and with this torch."""
+    folder = planned.config.run.folder
+    if planned.device is None or not (folder / "memory.json").is_file():  # torch is imported below
+        return None
+    with needs_extra("reading what a run held"):
+        from headway.train.memory_record import last_residual
+
+        return last_residual(folder, planned.device.names)
+
+
+def _memory_table(planned: "Prediction") -> str:
+    from headway.predict.moments import PARTS
+
+    memory, residual = planned.memory, _residual(planned)
+    fullest = memory.fullest
+    rows = [[LABELS.get(part, part), format_bytes(size), PARTS[part]] for part, size in fullest.parts.items()]
+    footer = [f"most, in {_in_words(fullest.name)}", format_bytes(memory.peak), verdict(planned)]
+    columns = [Column("memory of each device", "left"), Column("size"), Column("what", "left")]
+    moments = ", ".join(f"{moment.name} {format_bytes(moment.total)}" for moment in memory.moments)
+    lines = [render_table(columns, rows, footer=footer), f"by moment: {moments}"]
+    if residual is not None:
+        sign = "+" if residual["more"] >= 0 else "-"
+        lines.append(
+            f"last measured {sign}{format_bytes(abs(residual['more']))} on this device, of "
+            f"{format_bytes(residual['predicted'])} predicted then, with torch {residual['torch']}"
+        )
+    if memory.host:
+        lines.append(f"in the host's memory: {format_bytes(memory.host)}")
+    return "\n".join(lines)
+
+
+def _in_words(moment: str) -> str:
+    return "a model just built" if moment == "built" else f"the {moment}" if " " in moment else moment
+
+
+def _left_out(planned: "Prediction") -> str:
+    from headway.predict.memory import allowances
+
+    shape = planned.shape
+    groups = sum(size > 1 for size in (shape.fsdp, shape.replicate, shape.sequence, shape.expert))
+    if planned.device is None and planned.config.run.device == "cpu":
+        return "Planned for this machine's processor; --device NAME plans for another."
+    sizes = allowances(groups)
+    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items())
+    total = format_bytes(sum(sizes.values()))
+    return f"Not in the sizes above, and allowed for on a CUDA device: {parts}; {total} in all."
+
+
+def _flops_table(planned: "Prediction", packs: "Packs") -> str:
+    by_name: dict[str, list[int]] = {}
+    for row in packs.flops.rows:
+        sums = by_name.setdefault(row.name, [0, 0])
+        sums[0] += row.total
+        sums[1] += row.recompute
+    assert planned.flops is not None
+    total = planned.flops.total
+    if total > packs.flops.total:
+        by_name["reference, forward without adapters"] = [total - packs.flops.total, 0]
+    rows: list[list[Any]] = [
+        [name, format_flops(useful), format_share(useful / total), format_flops(again) if again else "-"]
+        for name, (useful, again) in sorted(by_name.items(), key=lambda item: -item[1][0])
+    ]
+    footer = ["step of all devices", format_flops(total), format_share(1.0)]
+    footer.append(format_flops(packs.flops.recompute) if packs.flops.recompute else "-")
+    columns = [Column("useful FLOPs", "left"), Column("of a step"), Column("share"), Column("computed again")]
+    return render_table(columns, rows, footer=footer)
+
+
+def _packs_pairs(planned: "Prediction", packs: "Packs") -> str:
+    report, config = packs.report, planned.config
+    ranks = planned.shape.world_size // planned.shape.sequence
+    step = ranks * config.optim.accumulation
+    tokens = packs.step_tokens(config, planned.shape)
+    pairs = [
+        ("lengths", packs.lengths),
+        ("pack", f"{config.data.tokens_per_pack:,} tokens, {packs.samples_per_pack:.1f} samples on average"),
+        ("step", f"{step:,} packs, {format_count(math.floor(tokens))} tokens, {format_flops(report.step_flops)}"),
+        ("fill", f"{report.fill:.4f} of the packs' tokens, by {report.strategy!r}"),
+        (
+            "balance",
+            f"{report.balance:.4f}: mean over heaviest FLOPs of the {ranks:,} ranks that have packs of their own",
+        ),
+    ]
+    if packs.reference is not None and planned.refers == "once":
+        flops = format_flops(packs.reference.total)
+        pairs.append(("reference", f"stored: a forward of the data before the first step, {flops} for a step's packs"))
+    if packs.most_patches:
+        pairs.append(("patches", f"at most {packs.most_patches:,} in a pack"))
+    if overlong := overlong_text(packs):
+        pairs.append(("over-long", f"{overlong} of {packs.counts.read:,} samples"))
+    return render_pairs(pairs)
+
+
+def overlong_text(packs: "Packs") -> str:
+    """Say how many samples packs leave out, cut or split; "" for none."""
+    numbers = ((getattr(packs.counts, what), what) for what in ("dropped", "truncated", "split"))
+    return ", ".join(f"{number:,} {what}" for number, what in numbers if number)
+
+
+def _lines(time: "StepForecast") -> str:
+    step_s = time.step_s
+    columns = [Column("where the time will go", "left"), Column("ms"), Column("share"), Column("best"), Column("worst")]
+    rows = [
+        [line.name, *_milliseconds(line.seconds, step_s)]
+        for line in time.lines
+        if abs(line.seconds.worst) >= 5e-4 * time.seconds.worst
+    ]
+    return render_table(columns, rows, footer=["the step", *_milliseconds(time.seconds, step_s)])
+
+
+def _milliseconds(seconds: "Cases", step_s: float) -> list[str]:
+    best, expected, worst = (f"{1e3 * value:,.2f}" for value in seconds)
+    return [expected, format_share(seconds.expected / step_s), best, worst]
 
 
 def note_on_auto(time: "StepForecast", faster: "StepForecast", more_bytes: int) -> str:
@@ -177,213 +291,3 @@ def note_on_auto(time: "StepForecast", faster: "StepForecast", more_bytes: int) 
         f"{note}with nvidia-cudnn-frontend installed it takes cuDNN's: {format_duration(faster.step_s)} a step, "
         f"{format_share(gain)} less, and {format_bytes(max(0, more_bytes))} more memory."
     )
-
-
-def _lines(time: "StepForecast") -> str:
-    step_s = time.step_s
-    columns = [Column("where the time will go", "left"), Column("ms"), Column("share"), Column("best"), Column("worst")]
-    rows = [
-        [line.name, *_milliseconds(line.seconds, step_s)]
-        for line in time.lines
-        if abs(line.seconds.worst) >= 5e-4 * time.seconds.worst
-    ]
-    return render_table(columns, rows, footer=["the step", *_milliseconds(time.seconds, step_s)])
-
-
-def _reference_text(planned: "DryRun", reference: "FlopCount", time: "StepForecast") -> str:
-    """Say what the forward of a frozen model takes, and when."""
-    flops = format_flops(reference.total)
-    if planned.refers == "each step":
-        return f"a forward of each step without adapters, {flops} of its {format_flops(time.flops)}"
-    once = cases_text(time.reference, format_duration)
-    return f"stored: before the first step a forward of the data, for a step's packs {flops} in {once}"
-
-
-def _milliseconds(seconds: "Cases", step_s: float) -> list[str]:
-    best, expected, worst = (f"{1e3 * value:,.2f}" for value in seconds)
-    return [expected, format_share(seconds.expected / step_s), best, worst]
-
-
-def cases_text(cases: "Cases", write: Callable[[float], str]) -> str:
-    """The expected case, and the two others behind it: "2.40 s (1.90 s at best, 3.80 s at worst)"."""
-    return f"{write(cases.expected)} ({write(cases.best)} at best, {write(cases.worst)} at worst)"
-
-
-def memory_text(planned: "DryRun") -> str:
-    """The peak and whether it fits; `headway train --dry-run` has the parts."""
-    peak = format_bytes(planned.memory.peak)
-    has_memory = planned.device is not None and planned.device.memory_bytes is not None
-    return f"{peak}, {verdict(planned)}" if has_memory else f"{peak} of each device"
-
-
-SCHEMA_VERSION = 1
-MUCH_PADDING = 1.1
-"""Numbers gathered over weights from which on it is told."""
-
-
-def scale_record(
-    config: "TrainConfig", scaling: "Scaling", sizes: "Sequence[SizedRun]", runs: "Sequence[WholeRun | None]"
-) -> dict[str, Any]:
-    """The prediction for each number of devices, and the assumptions behind it, as plain JSON types.
-
-    Args:
-        config: the recipe.
-        scaling: what it runs on.
-        sizes: the recipe at each number of devices.
-        runs: what a whole run takes at each; None where nothing says how long it is.
-    """
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "model": scaling.cost_model.name,
-        "speeds": {"device": scaling.speeds.name, "source": scaling.speeds.source},
-        "links": {
-            "link_bytes_per_s": scaling.links.inside.bytes_per_s,
-            "network_bytes_per_s": None if scaling.links.between is None else scaling.links.between.bytes_per_s,
-            "devices_per_node": scaling.links.per_node,
-            "source": scaling.links.source,
-        },
-        "lengths": sizes[0].packs.lengths,
-        "sizes": [{**size.to_dict(), "run": run and run.to_dict()} for size, run in zip(sizes, runs, strict=True)],
-        "assumptions": assumptions(config, scaling, sizes),
-    }
-
-
-def scale_text(
-    config: "TrainConfig", scaling: "Scaling", sizes: "Sequence[SizedRun]", runs: "Sequence[WholeRun | None]"
-) -> str:
-    """Format the prediction for each number of devices as tables, followed by the assumptions behind it.
-
-    Args:
-        config: the recipe.
-        scaling: what it runs on.
-        sizes: the recipe at each number of devices.
-        runs: what a whole run takes at each; None where nothing says how long it is.
-    """
-    links = scaling.links
-    network = "network unknown" if links.between is None else f"network {_gb(links.between.bytes_per_s)} each"
-    pairs = [
-        ("model", scaling.cost_model.name),
-        ("device", scaling.speeds.name),
-        ("nodes", f"{links.per_node:,} devices, links {_gb(links.inside.bytes_per_s)} each, {network}"),
-        ("packs", f"{config.data.tokens_per_pack:,} tokens, {config.optim.accumulation:,} a step and rank"),
-        ("lengths", sizes[0].packs.lengths.partition(":")[0]),
-    ]
-    parts = [render_pairs(pairs), _runs(sizes, runs), *_ways(scaling, sizes), _steps(sizes)]
-    if scaling.reliability is not None:
-        parts.append(_failures(sizes))
-    parts.append(render_lines(assumptions(config, scaling, sizes)))
-    return "\n\n".join(parts)
-
-
-def _runs(sizes: "Sequence[SizedRun]", runs: "Sequence[WholeRun | None]") -> str:
-    """A table of what one chooses a size by: whether it fits, how fast it is, and what the whole run takes."""
-    first = runs[0]
-    headings = ["fits", "memory", "step", "MFU", "tokens/s"]
-    if first is not None:
-        headings += [f"{format_count(round(first.tokens))} tokens", "device-hours"]
-        headings += ["cost"] if first.cost is not None else []
-    rows = []
-    for size, run in zip(sizes, runs, strict=True):
-        time = size.time
-        cells = [f"{size.devices:,}", _FITS[size.fits], format_bytes(size.memory.peak), format_duration(time.step_s)]
-        cells += [format_share(time.mfu.expected), format_count(round(time.tokens_per_s.expected))]
-        if run is not None:
-            cells += [format_duration(run.seconds.expected), f"{run.device_hours.expected:,.4g}"]
-            cells += [f"{run.cost.expected:,.4g}"] if run.cost is not None else []
-        rows.append(cells)
-    return render_table([Column("devices"), *map(Column, headings)], rows)
-
-
-_FITS = {True: "yes", False: "NO", None: "not known"}
-
-
-def _ways(scaling: "Scaling", sizes: "Sequence[SizedRun]") -> list[str]:
-    """Settings with which the first size that does not fit would."""
-    size = next((size for size in sizes if size.ways), None)
-    if size is None:
-        return []
-    return [f"{size.devices:,} devices do not fit as they are.\n" + ways_text(scaling.device, size.ways)]
-
-
-def _steps(runs: "Sequence[SizedRun]") -> str:
-    headings = ("mesh", "tokens", "exposed", "waiting", "fill", "balance")
-    columns = [Column("devices"), *map(Column, headings)]
-    rows = []
-    for run in runs:
-        time, shape = run.time, run.shape
-        others = [(shape.sequence, "sp"), (shape.expert, "ep")]
-        mesh = f"{shape.replicate}x{shape.shard}" + "".join(f" {name}{size}" for size, name in others if size > 1)
-        rows.append(
-            [
-                f"{run.devices:,}",
-                mesh,
-                format_count(round(time.tokens)),
-                format_share(run.exposed.expected / time.step_s),
-                format_share(run.waiting.expected / time.step_s),
-                f"{run.packs.report.fill:.4f}",
-                f"{run.packs.report.balance:.4f}",
-            ]
-        )
-    return render_table(columns, rows)
-
-
-def _failures(runs: "Sequence[SizedRun]") -> str:
-    headings = ("fails every", "failures/day", "save every", "steps", "goodput", "tokens/s that last")
-    rows = []
-    for run in runs:
-        lost = run.interruptions
-        assert lost is not None
-        rows.append(
-            [
-                f"{run.devices:,}",
-                format_duration(lost.mtbf_s),
-                f"{lost.per_day:,.3g}",
-                format_duration(lost.interval_s),
-                f"{max(1, round(lost.interval_s / run.time.step_s)):,}",
-                format_share(lost.goodput),
-                format_count(round(run.lasting_tokens_per_s)),
-            ]
-        )
-    return render_table([Column("devices"), *map(Column, headings)], rows)
-
-
-def assumptions(config: "TrainConfig", scaling: "Scaling", runs: "Sequence[SizedRun]") -> list[str]:
-    """Assumptions behind the numbers, a sentence each."""
-    steps = min(run.planned_steps for run in runs)
-    shards = "over all devices" if config.parallel.shard == "auto" else "as set, and copies of them take the rest"
-    # What every size assumes.
-    sentences = [
-        "Expected values; --json has the best and the worst case too.",
-        "mesh: copies x shards. tokens: of a step of all devices. exposed, waiting: shares of the step that exchanges "
-        "take and computing does not hide, and that a mean rank waits for the heaviest.",
-        "Each rank keeps its packs, so a step's tokens grow with the devices; learning rate and batch are yours to "
-        "judge.",
-        f"Packs: the planner of training, over {steps:,} steps of all ranks at each size.",
-        f"Shards: {shards}.",
-        f"Rates: {scaling.speeds.source}.",
-        f"Links: {scaling.links.source}, of which collectives reach 80 %; rings as in NCCL, trees for all-reduce where "
-        "they take less; nobody else on the network.",
-        "Gathers and sums hide behind the computing of the block beside them, and slow it down by nothing.",
-        "Not in a step: loading data, stragglers among equal devices, messages between hosts, evaluations.",
-    ]
-    # What only some inputs bring: slices that are filled up, failures.
-    uneven = [run for run in runs if run.padding > MUCH_PADDING]
-    if uneven:
-        worst = max(uneven, key=lambda run: run.padding)
-        sentences.append(
-            f"Slices: tensors are cut by rows, and those with fewer rows than shards are filled up. {worst.devices:,} "
-            f"devices hold and gather {worst.padding:,.3g} times the weights; fewer shards and copies of them (--set "
-            "parallel.shard=32) do not."
-        )
-    reliability = scaling.reliability
-    if reliability is not None:
-        sentences.append(
-            f"Failures: at random, one in {reliability.mtbf_s / 3600:,.0f} h of each device, each stops the job; it "
-            f"stands still {format_duration(reliability.save_s)} for a checkpoint and takes "
-            f"{format_duration(reliability.restart_s)} to start again. The interval is Daly's."
-        )
-    return sentences
-
-
-def _gb(bytes_per_s: float) -> str:
-    return f"{bytes_per_s / 1e9:,.4g} GB/s"

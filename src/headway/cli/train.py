@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headway.cli.dry_run import find_data, print_dry_run
 from headway.cli.options import JsonOption, devices_from
 from headway.cli.output import needs_extra, print_result, say, warn
+from headway.cli.plan_data import find_data, lengths_of_data
+from headway.cli.plan_text import dry_run_text
+from headway.cli.resolve import resolve_ledger
 from headway.errors import RunCompleteError, UsageError
 from headway.stores import shown
 
@@ -144,7 +146,7 @@ def train(
     if dry_run:
         if scale_down or resume or resume_if_any:
             raise UsageError("--dry-run trains nothing; leave out --scale-down, --resume and --resume-if-any.")
-        print_dry_run(resolved, devices=devices, device=device, as_json=as_json)
+        _print_dry_run(resolved, devices=devices, device=device, as_json=as_json)
         return
     if devices is not None or device is not None:
         raise UsageError(
@@ -172,6 +174,42 @@ def train(
     print_summary(summary, as_json=as_json)
 
 
+def _print_dry_run(config: "TrainConfig", *, devices: int | None, device: str | None, as_json: bool) -> None:
+    """Predict the memory, packs and FLOPs of the run that a configuration describes, and print them.
+
+    Raises:
+        HeadwayError: an unknown model or device, a mesh that does not fit, or a setting that cannot take effect.
+        typer.Exit: the run does not fit the device; exit code 1.
+    """
+    from headway.devices import named_device
+    from headway.predict.prediction import Predictor
+    from headway.predict.recipe import with_copies
+    from headway.predict.saved import saved_of_recipe
+
+    count = devices or config.plan.devices or 1
+    name = device or config.plan.device
+    config = with_copies(config, count)
+    cost_model = resolve_ledger(config.model)
+    target = named_device(name) if name is not None else None
+    if target is None:
+        config = _of_this_machine(config)
+    lengths = lengths_of_data(config, cost_model, strict=True)
+    planned = Predictor.of(config, cost_model, saved_of_recipe(config), device=target).at(config, count, lengths)
+    print_result(planned.to_dict, lambda: dry_run_text(planned), as_json=as_json)
+    if planned.fits is False:
+        raise typer.Exit(1)
+
+
+def _of_this_machine(config: "TrainConfig") -> "TrainConfig":
+    """Name the processor in a recipe that takes what there is, where PyTorch sees no accelerator on this machine."""
+    if config.run.device != "auto" or find_spec("torch") is None:
+        return config
+    from headway.cli.devices import local_device
+    from headway.config import changed_config
+
+    return changed_config(config, {"run.device": "cpu"}) if local_device(None).type == "cpu" else config
+
+
 def find_inputs(config: "TrainConfig") -> None:
     """Look for the model and the data before torch is imported, which takes seconds."""
     from headway.hub import EXPORTS, located
@@ -183,7 +221,7 @@ def find_inputs(config: "TrainConfig") -> None:
 
 
 def _scaled_down(config: "TrainConfig", overrides: tuple[str, ...], *, resume: bool | None) -> "TrainConfig":
-    """Shrink a recipe and write its model and data; a run that goes on has both already."""
+    """Shrink a recipe and write what it trains on; a run that goes on has both already."""
     import torch
 
     from headway.models.parallel.ranks import launched

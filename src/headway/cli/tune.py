@@ -5,10 +5,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headway.cli.dry_run import LinkOptions, lengths_of_data, measured_data, note_on_links, saved_of_recipe
+from headway.cli.links import LinkOptions, note_on_links
 from headway.cli.options import JsonOption, devices_from, models_from, spread
 from headway.cli.output import print_result, say
 from headway.cli.plan import named_recipe, speeds_of
+from headway.cli.plan_data import lengths_of_data, measured_data
 from headway.cli.resolve import resolve_architecture, resolve_ledger
 from headway.cli.train import SetOption, find_inputs
 from headway.cli.tune_text import TuneReport, as_text, note_on_tokens, to_dict
@@ -24,8 +25,9 @@ if TYPE_CHECKING:
     from headway.devices import Device
     from headway.packing.lengths import LengthTable
     from headway.predict.collectives import Links
+    from headway.predict.prediction import Prediction
     from headway.predict.speeds import Speeds
-    from headway.predict.tune import Candidate, Search, Trial
+    from headway.predict.tune import Search, Trial
 
 _SHOWN = 5
 
@@ -124,17 +126,14 @@ def _planned_for(
     config: "TrainConfig", devices: int | None, device: str | None, lengths: Path | None, *, measured: bool
 ) -> "TrainConfig":
     """The recipe with what the command line says of devices and lengths."""
-    from headway.config import parse_config
+    from headway.config import changed_config
 
     if lengths is not None and measured:
         raise UsageError("--lengths and --data are two places for lengths; give one of them.")
-    raw = config.to_dict()
-    plan = raw["plan"]
-    plan["devices"] = devices or plan["devices"] or 1
-    plan["device"] = device or plan["device"]
-    if lengths is not None:
-        plan |= {"lengths": str(lengths), "mix": None}
-    return parse_config(raw)
+    plan = config.plan
+    planned = {"plan.devices": devices or plan.devices or 1, "plan.device": device or plan.device}
+    of_lengths = {} if lengths is None else {"plan.lengths": str(lengths), "plan.mix": None}
+    return changed_config(config, planned | of_lengths)
 
 
 def _tuned(
@@ -148,7 +147,7 @@ def _tuned(
     steps: int | None,
 ) -> TuneReport:
     """Search, and measure the best where that is asked for."""
-    from headway.predict.dry_run import precision_of
+    from headway.predict.recipe import precision_of
     from headway.predict.tune import corrected, distinct, front
 
     with working("searching packing lengths, recomputation and sharding"):
@@ -213,9 +212,10 @@ def search_of(
         HeadwayError: a size or device that is not known, or nothing that says how long samples are.
     """
     from headway.devices import named_device
-    from headway.predict.dry_run import learning_model
     from headway.predict.forecast import Forecaster
-    from headway.predict.planned_lengths import lengths_of
+    from headway.predict.packs import lengths_of
+    from headway.predict.recipe import learning_model
+    from headway.predict.saved import saved_of_recipe
     from headway.predict.tune import Search, Space, parse_step_tokens
     from headway.predict.tune.space import TOLERANCE
 
@@ -224,7 +224,7 @@ def search_of(
     room = _room(memory, target)
     cost_model = resolve_ledger(config.model)
     architecture = resolve_architecture(config.model.path, cost_model)
-    learning = learning_model(config, cost_model)
+    learning = learning_model(config.model, cost_model)
     wanted, tolerance = (None, TOLERANCE) if tokens_per_step is None else parse_step_tokens(tokens_per_step)
     # What may be varied: packs, recomputation, sharding; the step keeps its tokens.
     space = Space.of(
@@ -262,11 +262,11 @@ def search_of(
 
 def _room(memory: str | None, device: "Device | None") -> int | None:
     """Memory that each device may hold [bytes]; None where nothing says so."""
-    from headway.predict.dry_run import USABLE
+    from headway.predict.fitting import room_of
 
     limit = None if device is None else device.memory_bytes
     if memory is None:
-        return None if limit is None else int(USABLE * limit)
+        return room_of(device)
     size = bytes_in(memory.strip())
     if not size:
         why = doubt(memory[:40], "bytes")
@@ -315,7 +315,7 @@ def _check_target(write: Path, recipe: str) -> None:
         raise UsageError(f"--write {write}: the folder {write.parent} does not exist. Make it, or name another.")
 
 
-def _run(best: "Sequence[Candidate]", devices: int, steps: int | None) -> "dict[Candidate, Trial]":
+def _run(best: "Sequence[Prediction]", devices: int, steps: int | None) -> "dict[Prediction, Trial]":
     from headway.predict.tune import measure
     from headway.predict.tune.measure import STEPS
 

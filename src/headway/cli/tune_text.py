@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from headway.cli.dry_run import LABELS
+from headway.cli.plan_text import LABELS, overlong_text
 from headway.report import (
     Column,
     format_bytes,
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from headway.devices import Device
-    from headway.predict.tune import Candidate, SearchResult, Trial
+    from headway.predict.prediction import Prediction
+    from headway.predict.tune import SearchResult, Trial
 
 T = TypeVar("T")
 _GIB, _MIB = 2**30, 2**20
@@ -42,10 +43,10 @@ class TuneReport:
     peak_flops_per_s: float | None  # of one device in the dtype of the products; None of one that was measured
     source: str  # of the device's speeds
     result: "SearchResult"
-    best: "Sequence[Candidate]"
-    front: "Sequence[Candidate]"
-    trials: "Mapping[Candidate, Trial]"
-    again: "Sequence[tuple[Candidate, float, Trial | None]]"  # ranked after measuring
+    best: "Sequence[Prediction]"
+    front: "Sequence[Prediction]"
+    trials: "Mapping[Prediction, Trial]"
+    again: "Sequence[tuple[Prediction, float, Trial | None]]"  # ranked after measuring
     notes: tuple[str, ...]
 
     def mfu(self, flops_per_s: float) -> float | None:
@@ -53,7 +54,7 @@ class TuneReport:
         return None if self.peak_flops_per_s is None else flops_per_s / self.devices / self.peak_flops_per_s
 
     @property
-    def next_better(self) -> "Candidate | None":
+    def next_better(self) -> "Prediction | None":
         """Of the choices that are faster than the best and do not fit, the one that needs the least memory."""
         best = self.best[0]
         faster = [
@@ -97,7 +98,7 @@ def to_dict(tuned: TuneReport) -> dict[str, Any]:
     }
 
 
-def _candidate_record(tuned: TuneReport, candidate: "Candidate") -> dict[str, Any]:
+def _candidate_record(tuned: TuneReport, candidate: "Prediction") -> dict[str, Any]:
     return {
         "settings": dict(candidate.changes),
         "mesh": vars(candidate.shape),
@@ -105,9 +106,9 @@ def _candidate_record(tuned: TuneReport, candidate: "Candidate") -> dict[str, An
         "patches_per_pack": candidate.config.data.patches_per_pack,
         "accumulation": candidate.config.optim.accumulation,
         "step_tokens": candidate.step_tokens,
-        "fill": candidate.packs.report.fill,
-        "balance": candidate.packs.report.balance,
-        "padding_as_batches": candidate.packs.report.padding_loss,
+        "fill": candidate.work.report.fill,
+        "balance": candidate.work.report.balance,
+        "padding_as_batches": candidate.work.report.padding_loss,
         "memory": candidate.memory.to_dict(),
         "fits": tuned.result.fits(candidate),
         "step_s": candidate.step_s,
@@ -117,7 +118,7 @@ def _candidate_record(tuned: TuneReport, candidate: "Candidate") -> dict[str, An
     }
 
 
-def _more(tuned: TuneReport, further: "Candidate") -> dict[str, int]:
+def _more(tuned: TuneReport, further: "Prediction") -> dict[str, int]:
     """Bytes by which the parts of a choice's memory exceed those of the best, the largest first."""
     mine, theirs = tuned.best[0].memory.fullest.parts, further.memory.fullest.parts
     more = {name: more for name, size in theirs.items() if (more := size - mine.get(name, 0)) > 0}
@@ -154,12 +155,12 @@ def _head(tuned: TuneReport) -> list[tuple[str, str]]:
     ]
 
 
-def _cells(tuned: TuneReport, candidate: "Candidate") -> list[str]:
+def _cells(tuned: TuneReport, candidate: "Prediction") -> list[str]:
     mfu = tuned.mfu(candidate.flops_per_s)
     return [
         f"{candidate.config.data.tokens_per_pack:,}",
         f"{candidate.config.optim.accumulation}",
-        f"{candidate.packs.report.balance:.3f}",
+        f"{candidate.work.report.balance:.3f}",
         candidate.config.speed.recompute,
         _mesh(candidate),
         format_bytes(candidate.memory.peak),
@@ -168,7 +169,7 @@ def _cells(tuned: TuneReport, candidate: "Candidate") -> list[str]:
     ]
 
 
-def _mesh(candidate: "Candidate") -> str:
+def _mesh(candidate: "Prediction") -> str:
     shape = candidate.shape
     return f"{shape.replicate}x{shape.shard}x{shape.sequence}" + (f" e{shape.expert}" if shape.expert > 1 else "")
 
@@ -194,7 +195,7 @@ def _best_table(tuned: TuneReport) -> str:
     )
 
 
-def _settings_table(best: "Sequence[Candidate]") -> str:
+def _settings_table(best: "Sequence[Prediction]") -> str:
     changes = [" ".join(candidate.settings) or "the recipe as it is" for candidate in best]
     rows = [[str(number), text] for number, text in enumerate(changes, start=1)]
     return render_table([Column("", "left"), Column("what it changes", "left")], rows)
@@ -202,7 +203,7 @@ def _settings_table(best: "Sequence[Candidate]") -> str:
 
 def _front_table(tuned: TuneReport) -> str:
     """The choices that no other beats in both memory and speed, and what a GiB buys on the way from one to the next."""
-    shown: list[Candidate] = []
+    shown: list[Prediction] = []
     for candidate in tuned.front:
         last = candidate is tuned.front[-1]
         if not shown or last or candidate.flops_per_s > (1 + _LEAST_GAIN) * shown[-1].flops_per_s:
@@ -270,8 +271,7 @@ def _said_after(tuned: TuneReport) -> str:
     return f"The best by what was seen is {which}, {format_rate(rate)} ({how})."
 
 
-def note_on_tokens(candidate: "Candidate") -> str:
+def note_on_tokens(candidate: "Prediction") -> str:
     """Say what becomes of samples that are longer than a pack of the best choice."""
-    counts = candidate.packs.counts
-    left = [f"{n:,} {what}" for what in ("dropped", "truncated", "split") if (n := getattr(counts, what))]
-    return f"Of {format_count(counts.read)} samples {', '.join(left)} in the packs of choice 1." if left else ""
+    left, samples = overlong_text(candidate.work), candidate.work.counts.read
+    return f"Of {format_count(samples)} samples {left} in the packs of choice 1." if left else ""

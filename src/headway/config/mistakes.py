@@ -1,4 +1,4 @@
-"""Mistakes of a configuration in words of its settings: the place, the value got, the values allowed."""
+"""Mistakes of a configuration in words of its settings: where, what was given, what is allowed."""
 
 import difflib
 import re

@@ -182,7 +182,7 @@ class TrainConfig(Section):
 
     @property
     def recipe(self) -> Recipe:
-        """The file that the configuration was read from, and its values for settings that were overridden."""
+        """The file that it was read from, and what that says of settings that were given another value."""
         return self._recipe
 
     def to_dict(self) -> dict[str, Any]:
@@ -221,7 +221,7 @@ def load_config(path: Path, overrides: tuple[str, ...] = ()) -> TrainConfig:
 def changed_config(
     config: TrainConfig, values: Mapping[str, Any], overrides: tuple[str, ...] = (), source: str = "the configuration"
 ) -> TrainConfig:
-    """A configuration made from another; its changes are recorded beside the recipe of the first.
+    """A configuration that was made of another; what was changed is told beside the recipe of that one.
 
     Args:
         config: the other one.
@@ -428,7 +428,7 @@ def _assign(raw: dict[str, Any], override: str) -> None:
 
 
 def _assigned(node: dict[str, Any], key: str, value: Any, last: bool) -> Any:
-    """Set a key, or go below it; another spelling of the same setting is removed."""
+    """Set a key, or go below it; what says the same in another way goes."""
     if value is not None:
         node.pop(_EITHER.get(key, ""), None)
     node[key] = value if last else {} if node.get(key) is None else node[key]
@@ -487,7 +487,7 @@ def load_yaml(text: str) -> Any:
 
 
 def _num_values(node: yaml.Node, counts: dict[int, int]) -> int:
-    """Count the values below a node; the values of an alias count each time the alias stands."""
+    """Count the values below a node, those of an alias as often as it stands."""
     if id(node) not in counts:
         counts[id(node)] = 1  # a node that holds itself finds this count
         if isinstance(node, yaml.CollectionNode):

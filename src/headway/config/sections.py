@@ -56,7 +56,7 @@ class Section(BaseModel):
 
 
 def unit_of(description: str) -> tuple[str, str]:
-    """Split a description into its text and the unit in brackets at its end; "" for no unit."""
+    """Split a description into what it says and the unit in brackets at its end, "" for none."""
     match = _UNIT.search(description)
     return (description[: match.start()], match[1]) if match else (description, "")
 

@@ -46,7 +46,7 @@ class Setting:
 
 
 def settings_of(section: type[BaseModel], prefix: str = "") -> list[Setting]:
-    """The settings of a section, without the settings of its inner sections.
+    """The settings of a section, not those of the sections in it.
 
     Args:
         section: its class.
@@ -73,7 +73,7 @@ def settings_of(section: type[BaseModel], prefix: str = "") -> list[Setting]:
 
 
 def walk(section: type[BaseModel], prefix: str = "") -> Iterator[Setting]:
-    """All settings of a section and of the sections below, each section before its settings."""
+    """All settings of a section and of those below it, each before what it holds."""
     for setting in settings_of(section, prefix):
         yield setting
         if setting.section is not None:

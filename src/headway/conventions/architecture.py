@@ -63,7 +63,7 @@ class Vision:
 
 @dataclass(frozen=True, slots=True)
 class ParameterGroups:
-    """Numbers of parameters by their part in tools' formulas, disjoint; tied weights count as the embedding."""
+    """Numbers of parameters by what tools do with them; disjoint, the embedding is the head where they are tied."""
 
     embedding: int  # the token embedding
     positions: int  # learned position embeddings of the language model

@@ -91,7 +91,7 @@ def architecture(config: Mapping[str, Any], name: str, cost_model: CostModel | N
 
 
 def _sizes(text: Mapping[str, Any], name: str, model_type: str, config: Mapping[str, Any]) -> Architecture:
-    """Read the numbers that every configuration has; the gate and the layers' masks are read elsewhere."""
+    """Read what every configuration says in numbers; the gate and the layers' masks are not among it."""
     hidden, layers, heads = _number(text, *_HIDDEN), _number(text, *_LAYERS), _number(text, *_HEADS)
     # A key that is left out means what the class then takes: heads that divide the width, an MLP four times as wide.
     mla = _mla(text)
@@ -194,7 +194,7 @@ def _recurrent(text: Mapping[str, Any]) -> bool:
 
 
 def _from_configuration(model: Architecture, text: Mapping[str, Any]) -> Architecture:
-    """Read gate and masks off the configuration alone; formulas have no number if the configuration lacks them.
+    """Settle gate and masks by the configuration alone, where it says them; formulas have no number elsewhere.
 
     A gate of SiLU is SwiGLU in every published decoder; other activations come with and without one. What else a class
     adds, such as a gate on attention, no key says: a type is trusted where a shipped ledger shows that its sizes make

@@ -154,7 +154,7 @@ _ALL = (
 
 @cache
 def _by_name() -> dict[str, Convention]:
-    """All conventions by name: Headway's own list, then the conventions of installed families."""
+    """All conventions by name: those above, then those of installed families."""
     rules = (*_ALL, *(rule for rules in hooks_of_all("conventions") for rule in rules))
     return {rule.name: rule for rule in rules}
 

@@ -1,4 +1,4 @@
-"""The peak that each tool divides by, found by the tool's own rules: those of `tool_peaks.toml`, in their order."""
+"""The peak that each tool divides by, found the way it finds it: the rules of `tool_peaks.toml`, in their order."""
 
 import re
 import tomllib
@@ -30,7 +30,7 @@ class ToolPeak:
 
 @cache
 def _tools() -> dict[str, dict[str, Any]]:
-    """The rules of each tool: the file's rules, then the rules of installed families."""
+    """The rules of each tool: those of the file, then those of installed families."""
     tools = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
     for brought in hooks_of_all("tool_peaks"):
         tools |= brought

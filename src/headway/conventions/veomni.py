@@ -136,7 +136,7 @@ def _setup(model: Architecture) -> _Setup:
 
 
 def _check_targets(model: Architecture, cost_model: CostModel, adapters: Iterable[Parameter]) -> None:
-    """Refuse adapters that VeOmni's rule cannot express: on modules without a name there, or on some layers only."""
+    """Refuse adapters on modules that its rule has no name for, or on some layers only, which it cannot be told."""
     if model.delta:
         raise NotExpressibleError(f"VeOmni's LoRA rule for the model type {model.model_type!r} is not kept here")
     targets = _TARGETS.get(model.model_type)

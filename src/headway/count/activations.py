@@ -46,6 +46,7 @@ class SavedActivations:
 
     blocks: Mapping[str, SavedBlock]  # by the name of the block, in order; "" for what is outside of blocks
     left_out: tuple[str, ...] = ()  # modules whose saved bytes no driver explains; they are missing
+    note: str = ""  # a sentence on what is estimated here, for whoever prints what follows from it
 
 
 class SavedByPrecision(dict[str, SavedActivations]):

@@ -25,10 +25,10 @@ from headway.words import Argument
 By = Literal["component", "module", "layer"]
 
 SINGLE_FRAMES = {"frames": "1"}
-"""Mark in the source of a ledger that was traced on single frames, and has no cost of a clip."""
+"""In the source of a ledger that was traced on single frames: of a clip it knows nothing."""
 
 PIXELS = "pixels"
-"""Key in the source of a ledger of pictures alone: side of the pictures that the trace ran on [pixels]."""
+"""In the source of a ledger of pictures alone: the side of those that it was traced on [pixels]."""
 
 DENOISES = "denoises"
 """In the source of a ledger of a model of latents: the argument that carries them, their layout, and a patch's sides
@@ -102,7 +102,7 @@ class CostModel:
 
     @cached_property
     def blocks_in_backward(self) -> frozenset[str]:
-        """Blocks that backward passes, by the trained parameters; "" stands for rows outside of blocks."""
+        """Blocks that backward passes, given what is trained; "" where it passes rows outside of blocks."""
         return frozenset(
             row.block for row in self.rows if any(gradient.runs(self.trained) for gradient in row.gradients)
         )
@@ -205,7 +205,7 @@ class CostModel:
         return {driver: evaluate(workload) for driver, evaluate in self._evaluators.items()}
 
     def _check_towers(self, workload: Workload) -> None:
-        """Refuse a workload with inputs that the model has no tower for, or without inputs that its encoder reads."""
+        """Refuse a workload that holds what the model has no tower for, or that lacks what its encoder reads."""
         if not self.rows:  # a model that was not traced, of which nothing is counted
             return
         # images and videos, and clips of several frames
@@ -276,7 +276,7 @@ class CostModel:
         return [(*key, *entry) for key, entry in sums.items()]  # type: ignore[misc]  # three names, four numbers
 
     def stage(self, modules: Collection[str]) -> "CostModel":
-        """Return the part of this cost model that some modules run, such as one stage of a pipeline.
+        """Return what some modules of this model run, such as those of one stage of a pipeline.
 
         Args:
             modules: their dotted paths, those of the modules within them included.
@@ -396,7 +396,7 @@ class CostModel:
         return self._reaching[inputs]
 
     def _with_more(self, traced: set[str], inputs: tuple[str, ...]) -> "CostModel":
-        """Bill the gradients of more inputs than the trace had."""
+        """Bill the gradients of more inputs than those it was traced with."""
         embeddings = [i for i, p in enumerate(self.parameters) if p.name == self.source.get("embeddings")]
         is_known = embeddings and "source" not in self.towers
         if unknown := [name for name in inputs if name not in traced and not (name == "inputs_embeds" and is_known)]:

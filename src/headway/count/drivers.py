@@ -46,7 +46,7 @@ def _merged_patches(workload: Workload, group: int) -> int:
 
 
 def _text_tokens(workload: Workload, group: int) -> int:
-    """Count tokens of text: all tokens except the merged ones, each made of `group` patches."""
+    """Count tokens that stand for no patches, of which squares of `group` merge into one token."""
     text = workload.tokens - _merged_patches(workload, group)
     if text < 0:
         raise WorkloadError(
@@ -63,7 +63,7 @@ def _frame_pairs(workload: Workload) -> int:
 
 
 def _merging_pairs(workload: Workload, group: int) -> int:
-    """Count pairs of a frame's patches and its merged tokens, `group` patches each: t h w (h w / group)."""
+    """Count pairs of a frame's patches and what squares of `group` of them merge into: t h w (h w / group)."""
     _merged_patches(workload, group)  # refuses what cannot be merged
     return _frame_pairs(workload) // group
 
@@ -221,7 +221,7 @@ def _latent_pairs(workload: Workload) -> int:
 
 
 def _read_sources(workload: Workload) -> Ints:
-    """Return the sources that an encoder reads; the source of a segment with a past was read when that began."""
+    """Return the sources that an encoder reads; those of a segment with a past were read when it began."""
     sources = workload.sources
     return (
         sources[(sources > 0) & (workload.past == 0)] if workload.past.size and sources.size else sources[sources > 0]

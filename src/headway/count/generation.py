@@ -107,7 +107,7 @@ class Generation:
 
     @cached_property
     def samples(self) -> Workload:
-        """Workload of prompts with their answers, as scoring and training read them; the answers are learnt."""
+        """Prompts with their answers, as scoring and training read them whole; the answers are what is learnt."""
         lengths = np.repeat(self.prompts, self.group) + self.answers
         media: dict[str, Any] = {name: self._repeated(name, sizes, self.group) for name, sizes in self.media.items()}
         return Workload(lengths, **media).with_counts(supervised=self.generated_tokens)
@@ -133,7 +133,7 @@ class Generation:
 
     @cached_property
     def workload(self) -> Workload:
-        """Workload of the whole generation, in the slots that it takes."""
+        """All that it computes, in the slots that it takes."""
         both = self.prefill + self.decode
         if (slots := self._slots) == both.slots:
             return both
@@ -159,7 +159,7 @@ class Generation:
         return self.decode.tokens if self.slots is None else self.slots - self.prefill.tokens
 
     def quantities(self) -> dict[str, int]:
-        """Give the quantities that add up over generations, by the names in `GENERATION_QUANTITIES`."""
+        """Give what adds up over generations and tells how they ran, by the names in `GENERATION_QUANTITIES`."""
         answers = int((self.answers > 0).sum())
         numbers = (
             answers,
@@ -198,7 +198,7 @@ class Generation:
 
     @cached_property
     def reads(self) -> tuple[tuple[int, Workload], ...]:
-        """Workloads with signs; the signed sum of their pairs is the keys and values that decode steps read."""
+        """Workloads whose pairs, each times its sign, are what decode steps read of cached keys and values."""
         if self.prefix != "read once":
             return ((1, self.decode),)
         # each answer reads itself; the longest of a prompt's answers decides how often the prompt is read

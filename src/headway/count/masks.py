@@ -107,7 +107,7 @@ def full_block_pairs(lengths: IntsLike, block: int) -> int:
 
 
 def staggered_block_pairs(lengths: IntsLike, block: int) -> int:
-    """Count pairs of bidirectional attention inside consecutive blocks; each segment's first block is half as long.
+    """Count pairs of bidirectional attention inside consecutive blocks, of which each segment's first is half as long.
 
     Args:
         lengths: segment lengths [tokens], shape (N,), each >= 1.
@@ -206,7 +206,7 @@ def pool_pairs(lengths: IntsLike, size: int, most: int) -> int:
 
 
 def compressed_pairs(lengths: IntsLike, rate: int, most: int | None = None) -> int:
-    """Count pairs of queries and compressed keys; a key stands for `rate` tokens before the query.
+    """Count pairs of queries and compressed keys, of which each stands for `rate` tokens that lie before the query.
 
     Args:
         lengths: segment lengths [tokens], shape (N,), each >= 1.

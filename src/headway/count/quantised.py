@@ -20,7 +20,7 @@ BLOCK = 64
 SCALES = 256
 """Scales that share a factor."""
 AT_ONCE = 2**24
-"""Values that are dequantised at a time; the work space takes 6 bytes for each value."""
+"""Values that are dequantised at a time: what they are worked out in takes 6 bytes of each."""
 _FLOAT32 = 4
 
 

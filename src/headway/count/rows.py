@@ -52,7 +52,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class ParamCount:
-    """Numbers of parameters: all, the ones that a token uses, and the trained ones."""
+    """Numbers of parameters: all, those one token uses, those trained."""
 
     total: int
     active: int

@@ -167,7 +167,7 @@ def tokens_of(runs: Ints, mode: int) -> int:
 
 
 def causal_tokens(runs: Ints) -> int:
-    """Add up the tokens of causal runs, whose next tokens can be learnt."""
+    """Add up the tokens that see their own run causally, of which the next ones can be learnt."""
     return int(runs[IS_CAUSAL[runs[:, 0]], 1].sum())
 
 

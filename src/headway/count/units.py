@@ -1,4 +1,4 @@
-"""The place of each parameter: the blocks of a model, and the units that FSDP2 gathers together."""
+"""Where a parameter belongs: the blocks of a model, and the units that FSDP2 gathers together."""
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache, wraps

@@ -1,4 +1,4 @@
-"""Bytes of the optimizer's work space during an update, beside the state that stays from step to step.
+"""Bytes that the optimizer works on while it updates, beside what is held from step to step.
 
 What is held in float32 is updated in place, and so on CUDA are large parameters in bfloat16, by a kernel that makes one
 pass (`headway.optim.one_pass`). Anything else is copied to float32, as many values at a time as the optimizer's memory

@@ -227,14 +227,14 @@ class Workload:
 
     @property
     def supervised(self) -> int:
-        """Tokens whose next token is learnt; all tokens of causal runs and branches if the workload states none."""
+        """Tokens whose next token is learnt; those of causal runs and branches where the workload was not told."""
         if self._supervised is not None:
             return self._supervised
         return runs.causal_tokens(self._splits) if self._splits.size else self._tokens
 
     @property
     def knows_supervised(self) -> bool:
-        """True if the workload states the number of learnt tokens."""
+        """True if the workload was told how many tokens are learnt."""
         return self._supervised is not None
 
     @property
@@ -243,7 +243,7 @@ class Workload:
         return self._logits
 
     def with_counts(self, *, supervised: int | None = None, logits: int | None = None) -> "Workload":
-        """Return this workload with the counts that it left open: labelled tokens, and tokens that the head runs on.
+        """Return this workload with what was left open: labelled tokens, and those that the head runs on.
 
         Args:
             supervised: as for `Workload`; no more than there are tokens that can be learnt.

@@ -142,7 +142,7 @@ class ChatTemplate:
         return {self._special.ids[token] for stops in by_template for token in stops.tokens}
 
     def _answer(self, turns: _Turns, number: int, sample: Chat) -> tuple[str, list[Span]]:
-        """The chat up to one answer, with the answer's span, which ends with the token that stops generation."""
+        """The chat up to one answer, and where that answer stands; it ends with the token that stops generation."""
         chat = turns[: number + 1]
         message = sample.messages[number]
         marks = bool(_MARKS_GENERATION.search(self.sources[self._name(bool(sample.tools))]))
@@ -185,7 +185,7 @@ class ChatTemplate:
     def _as_asked(
         self, shown: str, prompt: str, before: str, message: Message, sample: Chat, number: int
     ) -> tuple[str, int]:
-        """Join the prompt and the answer; the answer stands as the template shows it.
+        """Put an answer as the template shows it behind the prompt that asks for it.
 
         Templates such as Gemma 4's rewrite earlier turns once another answer follows, so that the shown chat does not
         begin with the prompt. The model is trained on the prompt that it will be given.

@@ -24,7 +24,7 @@ def rendering_arguments() -> frozenset[str]:
 
 @dataclass(frozen=True)
 class ChatSettings:
-    """A chat template, and the values that it is rendered with.
+    """A chat template and what it is rendered with.
 
     Attributes:
         template: the template's text; None for the model's own.
@@ -45,7 +45,7 @@ class ChatSettings:
         return cls(template, dict(variables or {}))
 
     def write_into(self, processor: Any) -> None:
-        """Give a processor or tokenizer the template as its own, for all that it renders and saves.
+        """Give a processor or tokenizer the template, as its own: whatever it renders, and saves, follows it.
 
         Variables stand at the template's beginning, so that a model's folder that is saved renders chats by itself
         as they were learnt.

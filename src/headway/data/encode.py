@@ -51,7 +51,7 @@ _BLANK = Document((), Origin("", "", 0, ""))  # document that a blank image come
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """A sample with its open media, their reader, and its tokens."""
+    """A sample whose media are open, by the reader that opened them, and whose tokens are known."""
 
     tokens: SampleTokens
     media: OpenedMedia
@@ -241,7 +241,7 @@ class Encoder:
             return self._tensors(shown, planned)
 
     def own_collator(self, **_settings: Any) -> Any | None:
-        """Make the collator for this encoder's samples; None where `headway.data.collate.Collator` will do."""
+        """Make the collator for what this encoder encodes; None where that is `headway.data.collate.Collator`."""
 
     def blank_image(self) -> EncodedSample | None:
         """A blank image alone, for packs without one (`Collator.blank`); None where images are patches with grids."""
@@ -346,7 +346,7 @@ class Encoder:
             yield _Planned(tokens, media, reader)
 
     def _tensors(self, sample: Sample, planned: _Planned, *, media: bool = True) -> EncodedSample:
-        """A sample as tensors; with `media=False` without its media, which another sample carries."""
+        """A sample as tensors; without its media, which another one has, if that is said."""
         tokens, opened = planned.tokens, planned.media
         ids_S = torch.from_numpy(tokens.ids_S)
         types_S, types_name = torch.from_numpy(tokens.types_S), "mm_token_type_ids"

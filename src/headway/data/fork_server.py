@@ -12,7 +12,7 @@ from types import TracebackType
 
 
 def _print_unless_abandoned(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print why a worker did not begin, unless the trainer has taken down the worker's task already."""
+    """Print why a worker did not begin, but not where the trainer has taken down what it was to begin with."""
     modules = [frame.f_globals.get("__name__") for frame, _ in walk_tb(trace)]
     no_semaphore = kind is FileNotFoundError and modules[-1] == "multiprocessing.synchronize"
     no_message = kind is EOFError and modules[-1] == "multiprocessing.spawn"

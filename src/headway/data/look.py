@@ -1,4 +1,4 @@
-"""Samples and packs for a person's eyes: tokens with the loss mask, media with their sizes, rows left out.
+"""Samples and packs as a person looks at them: tokens with the loss mask, media with their sizes, what was left out.
 
 Everything is taken from what training uses: the encoder's tensors, the length index, the plan of the packs.
 """
@@ -186,7 +186,7 @@ class DataView:
 
 
 def show_row(sample: Sample, encoder: Encoder, used: Sequence[tuple[int, int]] | None = None) -> ShownRow:
-    """Encode a row as for training, and describe the result; arguments and errors as of `show_sample`."""
+    """Encode a row as for training, and describe what came of it; arguments and errors as of `show_sample`."""
     if not isinstance(sample, Preference):
         return show_sample(sample, encoder, used)
     answers = tuple(show_sample(chat, encoder) for chat in sample.chats)
@@ -196,7 +196,7 @@ def show_row(sample: Sample, encoder: Encoder, used: Sequence[tuple[int, int]] |
 
 
 def show_sample(sample: Prompt, encoder: Encoder, used: Sequence[tuple[int, int]] | None = None) -> ShownSample:
-    """Encode a sample as for training, and describe the result.
+    """Encode a sample as for training, and describe what came of it.
 
     Args:
         sample: a chat or document.

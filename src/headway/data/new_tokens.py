@@ -38,7 +38,7 @@ class NewTokens:
         return bool(self.words or self.special)
 
     def add_to(self, processor: Any, rows: int) -> NewIds:
-        """Add the tokens to a tokenizer, which never splits a new token, and saves all of them.
+        """Add the tokens to a tokenizer, which keeps them whole wherever they stand, and saves them.
 
         Tokens that the tokenizer has and the model has no row for are new to the model.
 

@@ -15,7 +15,7 @@ _of_thread = threading.local()
 
 @contextmanager
 def charged_to(part: Part) -> Iterator[None]:
-    """Charge the time of a block to a part of making packs, less the time that an inner block charges.
+    """Charge the time of a block to a part of making packs; what a block within it is charged to has its own.
 
     >>> _ = take_charges()
     >>> with charged_to("decode"):

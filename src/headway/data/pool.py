@@ -150,7 +150,7 @@ class Pool(Generic[Task, Result]):
             yield result
 
     def close(self, *, wait: bool = True) -> None:
-        """Give up jobs under way and end the processes; a later `run` starts new ones.
+        """Give up what is under way and end the processes; a later `run` starts others.
 
         Args:
             wait: whether to return after they have ended. Not from a finalizer, which may run in the very thread that
@@ -225,7 +225,7 @@ class Pool(Generic[Task, Result]):
             self._groups[place] = None
 
     def _begun(self, item: _Pending[Task]) -> _Pending[Task]:
-        """Have the result of a new job pinned as soon as it is there, after the results of earlier jobs."""
+        """Let the result of a job that was just submitted be pinned as soon as it is there, those before it first."""
         if self._pins:
             if self._pinner is None:
                 self._pinner = ThreadPoolExecutor(1, thread_name_prefix="headway-pin")
@@ -275,13 +275,13 @@ def _pinned(future: "Future[Any]") -> Any:
 
 
 class _Group(NamedTuple):
-    """Processes that share their tasks, and the sign that no more tasks are wanted."""
+    """Processes that share their tasks, and the sign that they should do no more of them."""
 
     executor: Executor
     stop: Any
 
     def shut_down(self, *, wait: bool) -> None:
-        """End the worker processes. If a process was killed before, kill the rest.
+        """End the worker processes. If one of them was killed before, kill the others.
 
         The executor sends SIGTERM to the processes that it has when it finds one dead, and then waits for all of them.
         In Python 3.11 `submit` can start another process in between, as the two share no lock (3.12 has one); that

@@ -251,7 +251,7 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Preference:
-    """Answers to one prompt, some better than others.
+    """Answers to one prompt, of which some are better than others.
 
     Attributes:
         prompt: the turns that all answers follow; none where the answers differ in what they were shown, and each is a

@@ -79,7 +79,7 @@ class SpecialTokens:
 
     @classmethod
     def of(cls, tokenizer: Any) -> "SpecialTokens":
-        """The special tokens of a tokenizer, which it never puts together from other tokens."""
+        """Those of a tokenizer: tokens that it never puts together from others."""
         ids = {str(token): int(number) for number, token in tokenizer.added_tokens_decoder.items()}
         end = tokenizer.eos_token
         return cls(ids | ({end: int(tokenizer.eos_token_id)} if end is not None else {}), end)

@@ -302,7 +302,7 @@ def _filter(node: Any, name: str, *arguments: nodes.Expr) -> nodes.Filter:
 
 
 def _looked_at(node: Any) -> Any:
-    """Turn `a ~ b`, lists and mappings into filters that check their operands; leave other nodes as they are."""
+    """`a ~ b`, and lists and mappings as they are written, as filters that look at them; other nodes as they are."""
     if isinstance(node, nodes.Concat):
         return _filter(node.nodes[0], "_joined", *node.nodes[1:])
     is_made = isinstance(node, nodes.List | nodes.Dict) or (isinstance(node, nodes.Tuple) and node.ctx == "load")
@@ -355,7 +355,7 @@ def _settled(values: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _sized(value: Any) -> Any:
-    """Check the number of a value's parts, and return the value: lists may hold one another many times."""
+    """A value, if it is not too large when it is printed: lists within lists may hold one another many times."""
     left, waiting = _MAX_PARTS, [value]
     while waiting:
         part = waiting.pop()

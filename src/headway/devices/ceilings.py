@@ -67,7 +67,7 @@ class Ceiling:
 
     @property
     def is_settled(self) -> bool:
-        """True if the rate is the device's own, as far as its threads tell: other work took no share of it."""
+        """True if it shows what the device reaches, as far as its threads tell, and not what other work left of it."""
         return all(measurement.core_share is None for measurement in self.measurements) or is_settled(self.measurements)
 
     @property
@@ -262,7 +262,7 @@ def cached_ceiling(
     refresh: bool = False,
     warn: Callable[[str], None] = warnings.warn,
 ) -> Ceiling:
-    """Read a device's measurements from the cache, or measure the device and cache the result.
+    """Take what was measured on a device from the cache, or measure it and keep it there.
 
     Args:
         device: that was or is measured.

@@ -95,7 +95,7 @@ def _product_over_rows(a_TM: torch.Tensor, b_TN: torch.Tensor) -> torch.Tensor:
 
 
 class _OneDnnLinear(nn.Linear):
-    """A linear layer that multiplies by oneDNN, forward and backward, if oneDNN takes the tensors."""
+    """Multiplies by oneDNN what it takes, forward and backward."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  the name that torch gives it
         if not _takes_onednn(input, self.weight):
@@ -106,7 +106,7 @@ class _OneDnnLinear(nn.Linear):
 
 
 class _OneDnnProduct(torch.autograd.Function):
-    """A linear layer's rows, and the gradients of its factors."""
+    """A linear layer's rows, and the gradients of what it multiplies."""
 
     @staticmethod
     def forward(ctx: Any, x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:

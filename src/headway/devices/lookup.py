@@ -131,7 +131,7 @@ def peak_elsewhere(name: str, dtype_name: str) -> Peak:
 
 
 def named_peak(name: str, dtype_name: str = "bf16") -> Peak:
-    """Look a device's peak up by a person's name for it; needs no torch.
+    """Look a device's peak up by what a person calls it; needs no torch.
 
     Args:
         name: the exact name, the key of its table ("h100-sxm") or an alias ("H100"), any case; or FLOP/s of one device

@@ -1,4 +1,4 @@
-"""Find the devices of the table by a name: a driver's exact name, or a person's."""
+"""Find the devices of the table by a name: by exactly what a driver reports, or by what a person calls one."""
 
 import difflib
 import re
@@ -67,7 +67,7 @@ def named_devices(name: str) -> list[Device]:
 
 
 def named_device(name: str) -> Device:
-    """Find a device by a person's name for it.
+    """Find a device by what a person calls it.
 
     Raises:
         UnknownDeviceError: none has that name, or several.

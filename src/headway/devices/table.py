@@ -1,4 +1,4 @@
-"""The table of devices: the entries of peaks/*.toml, and the entries that a user's files add or replace."""
+"""The table of devices: what ships in peaks/*.toml, and what the user's own files add to it or replace."""
 
 import difflib
 import os

@@ -184,10 +184,10 @@ def _note_on_window(window: StepWindow) -> str:
 def _waterfall(facts: TraceFacts, step: MeasuredStep, others: Sequence[Collectives]) -> StepWaterfall:
     measured, budget = facts.measured, facts.budget
     duration_ns, number = step.window.ns, step.window.step
-    spent, parts = _spent(measured, step)
     needs, useful_flops = (budget.needs(number), budget.useful_flops(number)) if budget else (None, None)
     amounts = [] if needs is None else head_lines(needs)  # key, name, ns, parts
     # Matmul-class time first: one line without needs; else what was needed, then what each component took beyond it.
+    spent, parts = _spent(measured, step)
     names = {**NAMES, **_NAMES_ON_CPU} if measured.trace.is_cpu_only else NAMES
     if needs is None or budget is None:
         amounts.append((MATMUL, names[MATMUL], spent[MATMUL], parts[MATMUL]))

@@ -95,7 +95,7 @@ def _shape(value: Any) -> str:
 
 
 def generations_of(engine: str, results: Any, grids: Sequence[Grids] | None = None) -> list[Generation]:
-    """Read the work of an engine that fills freed places at once, off the token ids that it returned.
+    """Read what an engine that fills freed places at once computed, from the token ids that it returned.
 
     Equal prompts in a row are computed once, as engines do that cache prefixes.
 

@@ -32,7 +32,7 @@ class Observer:
 
     failure: Exception | None = None
     name = ""
-    """Name of the integration for its user; "" stands for the class's own name."""
+    """As its user calls it; the class's own name where it is empty."""
     takes = "cost_model=headway.trace(model, inputs=...), workload=..."
     """Arguments for models and batches that say too little by themselves."""
 

@@ -13,7 +13,7 @@ _LEFT_OUT: Any = object()
 
 
 class FlopsAccumulator:
-    """Sum of the micro-batches of a step, taken where the loop's forward step has them at hand.
+    """Add up what the micro-batches of a step hold, where the loop's forward step has them at hand.
 
     The call has the names that Megatron-Bridge gives it (commit 067f987df, 22 Aug 2026), its state included, and what
     it adds up goes to a `Meter`: real segment lengths, grids and slots, so that FLOPs are exact, padding is seen, and
@@ -171,7 +171,7 @@ class FlopsAccumulator:
 
 
 def _check_no_patches(name: str, numbers: Iterable[Any]) -> None:
-    """Refuse numbers of patches without grids, except zeros that the host knows without waiting."""
+    """Refuse numbers of patches that come without grids, unless they are 0 and that is known without waiting for it."""
     for number in numbers:
         on_host = str(getattr(number, "device", "cpu")) == "cpu"
         if number is None or (on_host and not int(number)):

@@ -153,7 +153,7 @@ class TrainerPhases:
 
     @cached_property
     def models(self) -> dict[str, CostModel]:
-        """Cost models by role: the policy, and a separate reference and critic, if any."""
+        """Cost models by what runs them: the policy, and a reference and a critic of their own, if any."""
         by_role = {"policy": self.policy, "reference": self.reference, "critic": self.critic}
         return {
             name: load_cost_model(model) if isinstance(model, str) else model

@@ -77,7 +77,7 @@ def with_headway(
 
 
 class _CountedDataLoader:
-    """A dataloader that counts batches as the trainer draws them; its state is the inner dataloader's."""
+    """A dataloader whose batches are counted as the trainer draws them; its state is that of the one inside."""
 
     def __init__(self, loader: Any, hook: "_Hook") -> None:
         self._loader = loader
@@ -288,7 +288,7 @@ def _plain_model(spec: TrainSpec, model_args: BaseModelArgs) -> nn.Module:
 
 
 def _trace(model: Any, model_args: BaseModelArgs) -> CostModel:
-    """Trace torchtitan's own model on segments of tokens, with torchtitan's own masks."""
+    """Trace torchtitan's own model on segments of tokens, with the masks that it makes for them."""
     masked = getattr(model_args, "attn_type", "sdpa") in ("flex", "varlen")
 
     def arguments(workload: Workload) -> dict[str, Any]:
@@ -310,7 +310,7 @@ def _trace(model: Any, model_args: BaseModelArgs) -> CostModel:
 
 
 def _recompute(job_config: JobConfig, cost_model: CostModel) -> str | None:
-    """Read the recomputation off the job's settings, as `CostModel.count` takes it; None where it is not known.
+    """Say what activation checkpointing runs again, as `CostModel.count` takes it; None where that is not known.
 
     Source: torchtitan 0.2.2, distributed/activation_checkpoint.py.
     """

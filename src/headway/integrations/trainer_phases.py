@@ -1,4 +1,4 @@
-"""Phases of a trainer's steps, found by the functions that run: generation, scoring, rewards, the update."""
+"""Phases of a trainer's steps, found by what runs in them: generation, scoring, rewards, the update."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 ROLLOUT, REWARD, UPDATE = "rollout", "reward", "update"
 POLICY, REFERENCE = "policy", "reference"
-"""Roles of scoring: by the trained model, and by the model as it was before training."""
+"""Scoring by the trained model, and by what it was before."""
 
 _REWARDS = "_calculate_rewards"
 """Beginnings of the names of TRL's methods that ask reward functions and reward models, whichever trainer's."""
@@ -55,7 +55,7 @@ class TrainerCalls:
         self._stack.close()
 
     def watch(self, trainer: Any, models: dict[nn.Module, CostModel]) -> None:
-        """Find the trainer's generators and reward functions.
+        """Find what the trainer generates with and what it asks for rewards.
 
         Args:
             trainer: that runs.
@@ -131,7 +131,7 @@ class TrainerCalls:
             self._on_error(error)
 
     def _generated(self, call: Callable[[], Any], lengths: Callable[[Any], list[Generation]], cost: Any) -> Any:
-        """Run a call that generates as a phase, and count the call unless calls within it were counted."""
+        """Run what generates as a phase, and count it unless calls within it were."""
         is_within = bool(self._calls)
         self._calls.append(False)
         with nullcontext() if is_within else self._rollout():
@@ -184,7 +184,7 @@ class TrainerCalls:
         return rewarded
 
     def _devices_of(self, engine: Any) -> PhaseDevices | None:
-        """Find an engine's devices: the stated ones, or as many as a server has workers."""
+        """Find the devices of an engine: those that it was said to have, or the workers that a server tells of."""
         client = getattr(engine, "vllm_client", engine)
         serves = hasattr(client, "get_world_size")
         if self._devices is not None or not (serves or getattr(engine, "mode", None) == "server"):

@@ -197,7 +197,7 @@ def _compile(module: Any, watch: CompileWatch, backend: str) -> None:
 
 
 def _own_forward(cls: type[nn.Module]) -> types.FunctionType:
-    """A block's forward as its class wrote it, without transformers' wrapper that recomputes the block.
+    """A block's forward as its class wrote it, without what transformers wraps around it to recompute it.
 
     Wrapped ones share one code object, to which torch keeps its compilations: towers would look through each other's.
     """

@@ -72,7 +72,7 @@ def denoiser_on_shapes(settings: dict[str, Any]) -> nn.Module:
 
 
 class _EmptyOnMeta(TorchFunctionMode):
-    """Mode that makes weights without data; tensors that are computed at once stay real."""
+    """Gives tensors that wait for their values no data: those of weights; what is computed at once stays real."""
 
     def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Make empty tensors on the meta device."""

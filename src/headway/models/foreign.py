@@ -49,7 +49,7 @@ _WIDTHS = ("hidden_size", "intermediate_size", "vocab_size", "embed_dim")  # no 
 
 
 def check_plain_files(folder: Path) -> None:
-    """Refuse a folder with a pipe or a device, or a link to one: a library would read such a file without end.
+    """Refuse a folder with a pipe or a device in it, or a link to one: a library would read it without end.
 
     Raises:
         ValueError: there is one.
@@ -192,7 +192,7 @@ def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, int | float]]:
 
 
 def _steps(part: Any) -> Iterator[Mapping[str, Any]]:
-    """Steps of a normaliser or decoder; a sequence inside gives its own steps in its place."""
+    """Steps of a normaliser or decoder, those of sequences within it in their place."""
     waiting = [part]
     while waiting:
         step = waiting.pop()

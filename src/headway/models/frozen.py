@@ -66,7 +66,7 @@ def quantise_base(model: nn.Module, cost_model: CostModel, base: Base) -> tuple[
 
 
 def _holdable(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Weights of plain linear layers and of experts; weights that two modules share are left out."""
+    """Weights of plain linear layers, and what experts multiply by; those that two modules share are left out."""
     uses: dict[int, int] = {}
     for _, parameter in model.named_parameters(remove_duplicate=False):
         uses[id(parameter)] = uses.get(id(parameter), 0) + 1

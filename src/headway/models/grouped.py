@@ -1,4 +1,4 @@
-"""The product of a mixture-of-experts layer, one matrix per expert, and the sorting of rows by expert.
+"""The product of a mixture-of-experts layer, one matrix per expert for the rows sent to it; and rows sorted for it.
 
 Tensor letters: S rows sorted by expert, E experts, D input size, F output size, R rows that are taken once or more
 often. Rows of expert e end at `ends_E[e]`.

@@ -115,7 +115,7 @@ def _fill(
 
 
 def _without_rule(parameter: torch.Tensor | None, owner: Any, name: str) -> None:
-    """Draw a matrix that transformers forgets (the routers of Qwen3-Next) like the matrix of a linear layer."""
+    """Draw a matrix that transformers forgets (the routers of Qwen3-Next) as it draws those of linear layers."""
     if parameter is None or not parameter.is_floating_point() or not bool(parameter.isnan().any()):
         return
     if not name.endswith("weight") or parameter.ndim < 2:
@@ -149,7 +149,7 @@ class _Touched(Exception):  # noqa: N818 - no error: it says what to make whole
 
 
 class _SlicesAreTouched(TorchFunctionMode):
-    """Interrupts a rule before a sharded parameter is touched: the slice would get other numbers than the whole."""
+    """Interrupts a rule before it touches a sharded parameter, whose slice would get other numbers than the whole."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") != "__get__":

@@ -105,7 +105,7 @@ def load_model_config(name_or_path: str | Path) -> PreTrainedConfig:
 
 
 def _refuse_stranger(name: str, error: BaseException) -> None:
-    """Refuse a configuration of an unknown type, and say that a plug-in may bring the type."""
+    """Say of a configuration whose type nothing here knows that a plug-in may bring it."""
     model_type = ""
     # the first error tells of a configuration that is missing
     with suppress(OSError, ValueError, AttributeError, TypeError, RecursionError):
@@ -241,7 +241,7 @@ def load_processor(name_or_path: str | Path) -> Processor:
 
 
 def processor_note(folder: Path) -> str | None:
-    """Note on the way to open a folder's processor; None if transformers' AutoProcessor can open the processor.
+    """Find what opens a folder's processor where transformers' AutoProcessor cannot; None where it can.
 
     transformers opens a processor that reads videos with torchvision alone, whatever the folder holds.
     """
@@ -273,7 +273,7 @@ def rope_index(model: PreTrainedModel) -> RopeIndex | None:
 
 
 def _ask(rule: RopeIndex, names: tuple[str, ...], **arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ask a rule with the sample's tensors that it names; a rule without token types wants a mask of all tokens."""
+    """Ask a rule with those of a sample's tensors that it names; one that takes no token types wants a mask of all."""
     accepted = {name: value for name, value in arguments.items() if name in names}
     if "mm_token_type_ids" not in names:
         accepted["attention_mask"] = torch.ones_like(arguments["input_ids"])
@@ -409,7 +409,7 @@ def _model_class(config: PreTrainedConfig) -> Any:
 
 @contextmanager
 def without_advice() -> Iterator[None]:
-    """Silence transformers' advice while a model is built; errors are still logged."""
+    """Keep transformers from advising how else to use a model while it is built; errors are still said."""
     level = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
     try:

@@ -126,7 +126,7 @@ def allocate(model: PreTrainedModel, device: torch.device | str, *, keep_on: tor
 def _sorted_out(
     stored: dict[str, Any], model: PreTrainedModel, plan: LoadStateDictConfig, growing: Mapping[str, str]
 ) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """Tensors of the files to read in slices, and tensors to read whole, by the parameter that they make.
+    """Tensors of the files that are read in slices, and those, by the parameter they make, that must be read whole.
 
     A parameter that is made of several tensors, or of a changed one, is not in general made of their slices; merging
     experts is, as long as a process has some.

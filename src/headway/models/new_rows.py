@@ -161,7 +161,7 @@ def _attach(module: Any, rows: NewRows) -> None:
 
 
 class _Forward:
-    """The forward of an embedding or a head with new rows, which are parameters of their own."""
+    """The forward of an embedding or a head some of whose rows stand beside it."""
 
     def __init__(self, module: nn.Module, kind: Any) -> None:
         self.module, self.kind = module, kind
@@ -197,7 +197,7 @@ def new_rows(model: nn.Module) -> Iterator[tuple[str, Any, NewRows]]:
 
 @contextmanager
 def without_new_rows(model: nn.Module) -> Iterator[None]:
-    """Take the new rows away for a while, so that loaders of weights do not see them."""
+    """Take the rows away for a while, so that what gives weights to a model does not see them."""
     holders = [(module, getattr(module, NEW_ROWS)) for module in model.modules() if hasattr(module, NEW_ROWS)]
     for module, _ in holders:
         delattr(module, NEW_ROWS)
@@ -210,7 +210,7 @@ def without_new_rows(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def initialise_new_rows(model: nn.Module, device: torch.device | str) -> None:
-    """Give new rows beside frozen ones their first values: the values of the rows that they replace.
+    """Give new rows that stand beside frozen ones their first values: those of the rows that they stand for.
 
     Args:
         model: with weights; sharded or not.

@@ -68,7 +68,7 @@ class InputStore:
         self._newest: ReferenceType[StoredInput] | None = None
 
     def around(self, forward: Callable[..., Any], *, learns: bool) -> Callable[..., Any]:
-        """Make a forward that stores its first tensor as soon as it is called.
+        """Make a forward whose first tensor is stored as soon as it is called.
 
         Args:
             forward: of a block, or what runs it.
@@ -113,7 +113,7 @@ class InputStore:
         return torch.empty(self.page_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
     def copy(self, pairs: Iterator[tuple[torch.Tensor, torch.Tensor]], device: torch.device) -> Any:
-        """Copy each pair's second tensor into its first, behind the device's work so far and beside later work.
+        """Copy each second to its first beside what the device computes, after what it has been given so far.
 
         Returns:
             The event of the end of it; None on a CPU, where all is done.
@@ -150,7 +150,7 @@ class StoredInput:
         self._copied = store.copy(((page, part) for part, page in self._parts(tensor)), tensor.device)
 
     def pack(self, tensor: torch.Tensor) -> "StoredInput | torch.Tensor":
-        """Replace the input where autograd saves it; other tensors are saved as they are."""
+        """Take the place of the input where autograd saves it; anything else it saves as it is."""
         is_input = tensor.untyped_storage()._cdata == self._storage
         if is_input and tensor.shape == self._size and tensor.is_contiguous():
             return self
@@ -162,7 +162,7 @@ class StoredInput:
         self._tensor = None
 
     def fetch(self) -> None:
-        """Begin to copy the input back, unless it is on the device."""
+        """Begin to copy it back, unless it is there."""
         if self._tensor is None:
             self._tensor = torch.empty(self._size, dtype=self._dtype, device=self._device)
             self._copied = self._store.copy(self._parts(self._tensor), self._device)
@@ -179,13 +179,13 @@ class StoredInput:
         return tensor
 
     def _wait(self) -> None:
-        """Make the device's later work wait for a copy."""
+        """Have the device finish a copy before what it is given from now on."""
         if self._copied is not None:
             torch.cuda.current_stream(self._device).wait_event(self._copied)
             self._copied = None
 
     def _parts(self, tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Pair the parts of a tensor with the parts of pages that hold them, as bytes."""
+        """Pair pages with what they hold of it, as bytes: part of the tensor, part of a page."""
         flat = tensor.view(-1).view(torch.uint8)
         for part, page in zip(flat.split(self._store.page_bytes), self._pages, strict=True):  # type: ignore[no-untyped-call]
             yield part, page[: len(part)]

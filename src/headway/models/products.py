@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-"""Layers of a gated MLP: the gate, the layer that it gates, and the layer back."""
+"""Of a gated MLP: gate, what it gates, and back."""
 _ROW_BYTES = 16
 
 

@@ -73,7 +73,7 @@ class ByteLayout:
 
 
 def layouts_by_size(sizes: Mapping[str, tuple[torch.Size, torch.Size]]) -> dict[str, ByteLayout]:
-    """Find the layout of weights that are held as bytes, one for all weights, by the tensors' sizes.
+    """Find how tensors of bytes hold weights, all of them in one way, by what sizes they have.
 
     Args:
         sizes: shapes of the bytes and of the weight, by name.

@@ -80,7 +80,7 @@ def run_apart(model: PreTrainedModel) -> None:
 
 
 def _says_so(module: nn.Module) -> bool:
-    """Tell whether a model says that it keeps a state; a model around another only says that it may."""
+    """Tell whether a model says that it keeps a state; one around another model only says that it may."""
     around = any(isinstance(part, PreTrainedModel) for part in module.modules() if part is not module)
     return bool(getattr(module, "_is_stateful", False)) and not around
 

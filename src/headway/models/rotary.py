@@ -158,7 +158,7 @@ def _angles(module: Any, kind: str | None, positions: torch.Tensor) -> tuple[tor
 
 @contextmanager
 def _forgetting(module: nn.Module) -> Iterator[None]:
-    """Give an embedding its attributes back, except the frequencies that it has computed for a length."""
+    """Give an embedding back what it was before, save frequencies that it has computed: those of a length stay so."""
     attributes, buffers = dict(vars(module)), dict(module._buffers)
     try:
         yield
@@ -230,7 +230,7 @@ def _run(
 
 
 def _pieces(pack: RunningPack, positions_RT: torch.Tensor, function_of: Callable[[int], bytes]) -> list[_Piece]:
-    """The slots of this process by the angles that turn them, in as few pieces as possible."""
+    """The slots of this process by what turns them, as few pieces as there can be."""
     spans = pack.spans(positions_RT)
     if spans[-1][1] != positions_RT.shape[-1]:
         raise ConfigError(_NO_BOUNDARIES_MESSAGE)

@@ -62,7 +62,7 @@ _MOST = {
 
 
 def tiny_configs(config: Any, tokens: float) -> Iterator[Any]:
-    """Make tiny copies of a configuration, smallest first; the last copies have its own number of layers.
+    """Make tiny copies of a configuration, smallest first; the last have its own layers, as some share theirs.
 
     Args:
         config: of a model.

@@ -69,7 +69,7 @@ class Verdict:
 
 
 def try_packs(model: PreTrainedModel, *, tokens: float = math.inf, is_shared: bool = False) -> tuple[str, ...]:
-    """Check that a model computes the same for a segment in a pack as for the segment alone.
+    """Make sure that a model computes of each segment of a pack what it computes of the segment alone.
 
     Args:
         model: from `load_model`, with or without weights; changed in place where its segments have to run apart.
@@ -226,7 +226,7 @@ class _Trial:
                 break
 
     def fault(self) -> str:
-        """Describe the fault in a pack's logits; "" where the logits are those of the segments alone."""
+        """Say what is wrong with the logits of a pack; "" where they are those of its segments."""
         length, first = len(self._alone[0]), int(self._plain(self._segments[0])[0].nonzero()[0])
         try:
             logits_TV = self._pack(self._segments)
@@ -259,7 +259,7 @@ class _Trial:
         return torch.isin(segment["input_ids"], torch.tensor(sorted(self._special)), invert=True)
 
     def _changed(self, number: int, slot: int) -> list[dict[str, Any]]:
-        """The segments with another token at a slot of one segment; the first segment gets other media too."""
+        """The segments with another token at a slot of one; its media are others too if it is the first."""
         segment = dict(self._segments[number])
         ids_1S = segment["input_ids"].clone()
         ids_1S[0, slot] = self._segments[1 - number]["input_ids"][0, -2]

@@ -148,7 +148,7 @@ class PlacedMask:
         return getattr(self.mask, name)
 
     def cut(self, local: slice) -> "tuple[PlacedMask, slice]":
-        """The mask of some slots, and the slice of the whole mask's choices that lies among these slots."""
+        """The mask of some of the slots, and which of all that it selects are among them."""
         bounds = torch.searchsorted(self.places.host_V, torch.tensor([local.start, local.stop])).tolist()
         among = slice(*bounds)
         places = Places(*(places_V[among] - local.start for places_V in _both(self.places)))

@@ -1,1 +1,1 @@
-"""Objectives of training beside cross-entropy, one package each; `headway.plugins` lists their parts."""
+"""Objectives of training beside cross-entropy, one package each; `headway.plugins` says what they bring."""

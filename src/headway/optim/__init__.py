@@ -11,6 +11,7 @@ from headway.optim.groups import (
     freeze,
     learning_with_tokens,
     parameter_groups,
+    put_adapters,
     rows_for_new_tokens,
     with_new_rows,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "learning_with_tokens",
     "make_optimizer",
     "parameter_groups",
+    "put_adapters",
     "rows_for_new_tokens",
     "set_learning_rate",
     "take_step",

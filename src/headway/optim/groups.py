@@ -52,15 +52,22 @@ def freeze(model: nn.Module, cost_model: CostModel, patterns: Sequence[str]) -> 
 
 
 def adapt(model: PreTrainedModel, cost_model: CostModel, settings: ModelConfig) -> CostModel:
+    """Put the adapters of `model.lora` into a model, and trace it again if it has any; arguments as for `put_adapters`.
+
+    Returns:
+        The cost model of the model as it trains now.
+    """
+    put_adapters(model, cost_model, settings)
+    return cost_model if settings.lora is None else trace(model)
+
+
+def put_adapters(model: PreTrainedModel, cost_model: CostModel, settings: ModelConfig) -> None:
     """Put the adapters of `model.lora` into a model, if it has any; they have no weights yet.
 
     Args:
         model: changed in place.
         cost_model: of this model, with what is frozen; frozen modules take no adapter.
         settings: rank, scale and targets.
-
-    Returns:
-        The cost model of the model as it trains now.
 
     Raises:
         ConfigError: a target names no module that can take an adapter, peft is not installed, or tokens are added and
@@ -74,14 +81,13 @@ def adapt(model: PreTrainedModel, cost_model: CostModel, settings: ModelConfig) 
             "out of model.freeze, or train adapters (model.lora), beside which new rows learn."
         )
     if lora is None:
-        return cost_model
+        return
     modules = adapter_modules(cost_model, lora.targets)
     alpha = lora.rank if lora.alpha is None else lora.alpha
     base = Path(settings.path)
     name = str(base.resolve()) if base.exists() else settings.path  # a Hub name stays one
     ids = new_ids_of(settings).ids if settings.adds_tokens else ()
     add_adapters(model, modules, rank=lora.rank, alpha=alpha, dropout=lora.dropout, base=name, new_ids=ids)
-    return trace(model)
 
 
 def new_ids_of(settings: ModelConfig) -> NewIds:

@@ -209,7 +209,7 @@ class _Swap:
         return received, work
 
     def finish(self) -> _Alike:
-        """Wait for the matrices, orthogonalise them, and send them back; returns this process's parts."""
+        """Wait for the matrices, orthogonalise them, send them back; this process's parts."""
         self._work.wait()
         # The slices of each of this process's matrices, put together along the dimension that they were cut in.
         count, across, rank = self._counts[self._layout.rank], self._across, self._layout.rank

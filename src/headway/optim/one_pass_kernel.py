@@ -70,7 +70,7 @@ def adamw_one_pass(
 
 @triton.jit
 def _update(tensors, numbers, places_V, mask_V, noise, settings):
-    """Update some values of a parameter; two words of noise for each value serve the rounding."""
+    """Update some values of a parameter, of which two words of noise each are rounded with."""
     weights, gradients, first, second = tensors
     beta1, beta2, rest1, rest2, eps = settings
     rate, root, decay, factor = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2), tl.load(numbers + 4)

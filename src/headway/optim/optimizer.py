@@ -75,7 +75,7 @@ class Optimizer(torch.optim.Optimizer):
         }
 
     def choose_update(self, ranks: Ranks) -> None:
-        """Let AdamW update weights of other types than float32 in one pass, if the kernel runs on all processes.
+        """Let AdamW update what is not held in float32 in one pass, if the kernel for it runs on all processes.
 
         Args:
             ranks: the processes that update together; those that hold copies of a slice must round alike.

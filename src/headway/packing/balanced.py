@@ -77,7 +77,7 @@ def assign_lpt(tokens: Ints, costs: Floats, num_packs: int, budget_tokens: int, 
 
 
 def _target_lengths(pack_tokens: Floats, pack_extra: Floats, total: float, per_token: float, most: float) -> Floats:
-    """Choose the length of each pack, shape (K,): at most `most`, less for a pack that would cost more than the rest.
+    """Choose the length of each pack, shape (K,): at most `most`, and less where that would cost more than the others.
 
     The one cost that all packs get is found by bisection: the lowest at which their lengths add up to `total`.
     """

@@ -199,7 +199,7 @@ class FirstFit:
 
 
 class BestFit:
-    """Open packs by tokens left, then by patches left; a tree holds the most patches for each number of tokens."""
+    """Open packs by the tokens left in them: those with equally many sorted by patches left, the most as a tree."""
 
     def __init__(self, tokens: int) -> None:
         self.tree = MaxTree(tokens + 1)

@@ -23,7 +23,7 @@ Ints = NDArray[np.int64]
 
 
 class SamplePlaces(NamedTuple):
-    """Places of the targets and the media in samples.
+    """Where in samples the targets and the media are.
 
     Attributes:
         first_target: place of each sample's first target [tokens], shape (N,).
@@ -291,7 +291,7 @@ def _checked(values: Any, name: str, least: int, path: Path) -> Numbers:
 
 
 PATCHES_PER_TOKEN = 4
-"""Patches of a token, in squares of 2 x 2, as in Qwen2-VL and its successors."""
+"""Squares of 2 x 2 patches are a token, as in Qwen2-VL and what followed it."""
 
 VIDEO_FRAME = (28, 28)
 """Height and width of a pair of video frames [patches]."""

@@ -1,4 +1,4 @@
-"""Samples made of parts, some of which are left out at random: the remaining lengths, and their cost.
+"""Samples that are made of parts, some of which are left out at random: what is left of each, and what it costs.
 
 Such a sample is a row of parts: texts, images that a tower reads, latents that are clean or noised. Its conditions are
 the parts before its last noised latents of which nothing is learnt. Training leaves some of them out, so that guidance
@@ -201,7 +201,7 @@ class PartCosts:
         return PartCosts(self.own[places], self.pair)
 
     def of_samples(self, parts: PartTable, is_left: Numbers | None = None) -> Numbers:
-        """FLOPs of the remaining parts of each sample, shape (N,); the parts are the counted ones."""
+        """FLOPs of what is left of each sample, shape (N,); parts are those that were counted."""
         left = np.ones(len(self.own)) if is_left is None else is_left.astype(np.float64)
         tokens = left * parts.values[:, 1]
         visible = np.where(parts.values[:, 0] == _NOISED, 0.0, tokens)  # nobody sees what is noised

@@ -24,7 +24,7 @@ from headway.packing.strategies import STRATEGIES, Candidates, Strategy, cost_sh
 Ints = NDArray[np.int64]
 
 WINDOW = 131_072
-"""Samples that are packed together by default; more where `MIN_STEPS` steps need more."""
+"""Samples that are packed together unless told otherwise; more where `MIN_STEPS` steps need more."""
 
 MIN_STEPS = 16
 MOST_PACKS = 2**20
@@ -50,7 +50,7 @@ class PlannedStep:
 
 
 class _Start(NamedTuple):
-    """Start of a window: its place, the items carried into it, the cut of its steps, and the order's end then.
+    """Start of a window: its place, what is carried into it, how its steps are cut, and where the order ended then.
 
     Windows that began before they were cut at the end of an epoch are packed as they were (`ends_epochs`).
     """
@@ -189,7 +189,7 @@ class Plan:
     def _steps(
         self, start: _Start, done: int, *, ends_epochs: bool, until: int = _UNLIMITED
     ) -> Iterator[tuple[PlannedStep, dict[str, Any]]]:
-        """Yield the steps after a window's finished ones, until `until` items have been trained on."""
+        """Yield steps from a window on, of which some are done, until so many items have been trained on."""
         while True:
             packed = self._pack(start)
             while done < packed.num_packs:
@@ -211,7 +211,7 @@ class Plan:
             start, done = start._replace(accumulation=accumulation), 0
 
     def count_steps(self, state: Mapping[str, Any] | None = None, most: int | None = None) -> int:
-        """Count the steps from a state on, up to `most`; takes as long as planning the steps.
+        """Count the steps from a state on, up to `most` of them; takes as long as it takes to plan them.
 
         Raises:
             CheckpointError: the state is none of a plan.
@@ -268,7 +268,7 @@ class Plan:
             count = 2 * len(items)
 
     def _pack_across(self, start: _Start, remaining: Ints) -> _PackedWindow:
-        """Pack all samples that an epoch has left over, with as many of the next epoch as make a step.
+        """Pack what an epoch has left over, all of it, with as much of the next as makes a step.
 
         Args:
             start: of the window.

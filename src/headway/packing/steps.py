@@ -14,7 +14,7 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 BALANCE = 0.986
-"""Balance that packs are sorted for: mean over steps of mean / max FLOPs over ranks, a fraction."""
+"""Balance that packs are sorted for where they need it: mean over steps of mean / max FLOPs over ranks, a fraction."""
 
 _HALVINGS = 12  # halvings of the bisection for the width of bands
 

@@ -154,7 +154,7 @@ def _fill_and_balance(window: Candidates, pack_of: Ints, num_packs: int) -> tupl
 
 
 def _in_steps(pack_of: Ints, num_packs: int, window: Candidates) -> Ints:
-    """Group packs into steps, and number the packs in the order of training."""
+    """Group packs into steps, and number them in the order in which they are trained on."""
     placed = pack_of >= 0
     costs = sums_of(pack_of[placed], window.costs[placed], num_packs)
     steps = group_into_steps(costs, window.packs_per_step, window.accumulation, window.key, window.balance)

@@ -1,21 +1,25 @@
-"""Find settings that make a run fit a device, by the memory plan, the least harmful first.
+"""Memory of a recipe on a device, and the settings that make it fit, the least harmful first.
 
 First what changes no result and costs time, then fewer bits for what the optimizer keeps and for the weights, then
 smaller packs and more devices. Where none is enough by itself, they are put together.
 """
 
-from collections import Counter, defaultdict
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from typing import Any
 
-from headway.config import TrainConfig
-from headway.config.read import with_overrides
-from headway.count import CostModel
+from headway.config import TrainConfig, changed_config
+from headway.count import CostModel, Workload
 from headway.count.activations import SavedActivations
+from headway.devices import Device
 from headway.errors import ConfigError, UsageError
+from headway.predict.memory import MemoryPlan, plan_memory
+from headway.predict.recipe import compute_bytes_of, one_picture, precision_of, recompute_of, sharing_of, state_of
+from headway.predict.saved import saved_with_adapters
 
+USABLE = 0.9
+"""Share of a device's memory that a plan may fill; the rest is for what it does not count."""
 PRICES = {
     "speed.loss_chunk": "none",
     "speed.compile": "a minute of compilation",
@@ -72,38 +76,89 @@ class Way:
         return {"settings": list(self.settings), "devices": self.devices, "peak_bytes": self.peak_bytes}
 
 
-def saved_with_adapters(saved: SavedActivations, adapted: CostModel, compute_bytes: int) -> SavedActivations:
-    """Estimate what autograd saves of a model once adapters are on it, without a trace of it.
+def room_of(device: Device | None) -> int | None:
+    """Memory of a device that a plan may fill [bytes]."""
+    return None if device is None or device.memory_bytes is None else int(USABLE * device.memory_bytes)
 
-    An adapter keeps what its rank is, and its result is added to its host's: fused operations that read the sum keep
-    both results, but for queries, keys and values, whose sums attention reads. Plain operations save no more than
-    those of a model that learns whole.
+
+def memory_plan(
+    config: TrainConfig,
+    cost_model: CostModel,
+    saved: Mapping[str, SavedActivations],
+    devices: int,
+    tokens: int,
+    patches: int,
+    padded: tuple[int, int] | None = None,
+) -> MemoryPlan:
+    """Plan the memory of each device of a run.
 
     Args:
-        saved: of the model without adapters.
-        adapted: cost model, with adapters in place.
-        compute_bytes: of a number that a product gives.
+        config: the recipe.
+        cost_model: of its model, with what is frozen frozen and adapters in place.
+        saved: what autograd saves of the model, by precision.
+        devices: processes, a device each.
+        tokens: of the largest pack.
+        patches: of the pack with the most.
+        padded: both if segments were all as long as their pack's longest; None for packs of one segment.
+
+    Raises:
+        ConfigError: a mesh that the devices do not fit, or a setting that has no effect on one device.
     """
-    ends = {row.module.removesuffix(".lora_B"): row for row in adapted.rows if row.module.endswith(".lora_B")}
-    attending = [(row.module, place) for place, row in enumerate(adapted.rows) if row.op == "attention"]
-    added: dict[str, Counter[str]] = defaultdict(Counter)
-    for place, row in enumerate(adapted.rows):
-        if row.module not in ends or row.features is None:
-            continue
-        wide, out = row.features
-        values = ends[row.module].forward // (2 * out)  # the rank, for each call
-        if not any(row.module.startswith(f"{module}.") and place < at for module, at in attending):
-            values += row.forward // (2 * wide)
-        added[row.block][row.driver] += compute_bytes * values
-    return replace(
-        saved,
-        blocks={
-            name: replace(block, fused={d: block.fused.get(d, Fraction(0)) + added[name][d]
-                                        for d in {**block.fused, **added[name]}})
-            if name in added else block
-            for name, block in saved.blocks.items()
-        },
-    )  # fmt: skip
+    shape = config.parallel.mesh_shape(devices)
+    if devices == 1 and config.parallel.offload:
+        raise ConfigError("parallel.offload has no effect on one process, which keeps its model whole.")
+    bucket = config.data.bucket_tokens or 1
+    slots = -(-tokens // bucket) * bucket
+    pack = Workload([tokens], images=one_picture(patches, cost_model), slots=slots)
+    precision = precision_of(config, devices)
+    state = state_of(config, precision, recompute_of(config, cost_model, saved, shape))
+    if config.speed.attention == "cudnn":
+        state = replace(state, padded=padded or (tokens, patches))
+    return plan_memory(cost_model, saved[precision], pack, state, sharing_of(config, shape))
+
+
+def memory_and_ways(
+    config: TrainConfig,
+    cost_model: CostModel,
+    saved: Mapping[str, SavedActivations],
+    devices: int,
+    room_bytes: int | None,
+    largest: tuple[int, int],
+    padded: tuple[int, int] | None = None,
+) -> tuple[MemoryPlan, tuple[Way, ...]]:
+    """Plan the memory of each device, and find what would make it fit where it does not.
+
+    Args:
+        config: the recipe.
+        cost_model: of its model, with what is frozen frozen and adapters in place.
+        saved: what autograd saves of the model, by precision.
+        devices: processes, a device each.
+        room_bytes: what each may hold; None to look for no ways.
+        largest: tokens of the fullest pack, and patches of the pack with the most.
+        padded: as for `memory_plan`.
+
+    Raises:
+        ConfigError: as for `memory_plan`.
+    """
+    tokens, patches = largest
+
+    def memory(changed: TrainConfig, devices: int) -> MemoryPlan:
+        fill = min(1.0, changed.data.tokens_per_pack / tokens)
+        # of adapters that are tried, what autograd saves is not traced
+        learning, saved_by = cost_model, saved
+        if changed.model.lora is not None and config.model.lora is None:
+            learning = cost_model.lora(changed.model.lora.rank, changed.model.lora.targets)
+            precision = precision_of(changed, devices)
+            bytes_of_result = compute_bytes_of(precision)
+            saved_by = {precision: saved_with_adapters(saved[precision], learning, bytes_of_result)}
+        sizes = math.ceil(fill * tokens), math.ceil(fill * patches)
+        filled = None if padded is None else (math.ceil(fill * padded[0]), math.ceil(fill * padded[1]))
+        return memory_plan(changed, learning, saved_by, devices, *sizes, filled)
+
+    planned = memory(config, devices)
+    if room_bytes is None or planned.peak <= room_bytes:
+        return planned, ()
+    return planned, ways_to_fit(config, devices, room_bytes, lambda changed, devices: memory(changed, devices).peak)
 
 
 def ways_to_fit(config: TrainConfig, devices: int, room_bytes: int, peak: Peak) -> tuple[Way, ...]:
@@ -122,7 +177,7 @@ def ways_to_fit(config: TrainConfig, devices: int, room_bytes: int, peak: Peak) 
     """
     now = peak(config, devices)
     enough: list[Way] = []
-    for settings in _gentlest_first(config):
+    for settings in gentlest_first(config):
         way = _tried(config, settings, devices, peak)
         if way is not None and way.peak_bytes <= min(room_bytes, _WORTH * now):
             is_repeated = any(settings[0].partition("=")[0] == other.settings[0].partition("=")[0] for other in enough)
@@ -141,7 +196,7 @@ def ways_to_fit(config: TrainConfig, devices: int, room_bytes: int, peak: Peak) 
 def _together(config: TrainConfig, devices: int, room_bytes: int, peak: Peak) -> Way:
     """Add settings until the run fits, then drop those that turn out not to be needed."""
     best = Way((), devices, peak(config, devices))
-    for settings in _gentlest_first(config):
+    for settings in gentlest_first(config):
         if best.peak_bytes <= room_bytes:
             break
         others = tuple(
@@ -157,7 +212,7 @@ def _together(config: TrainConfig, devices: int, room_bytes: int, peak: Peak) ->
     return best
 
 
-def _gentlest_first(config: TrainConfig) -> Iterator[tuple[str, ...]]:
+def gentlest_first(config: TrainConfig) -> Iterator[tuple[str, ...]]:
     """Settings that may need less memory than the present ones."""
     speed, parallel, optim = config.speed, config.parallel, config.optim
     yield from _differing(
@@ -198,7 +253,7 @@ def _of_adapters(config: TrainConfig) -> Iterator[tuple[str, ...]]:
 def _tried(config: TrainConfig, settings: tuple[str, ...], devices: int, peak: Peak) -> Way | None:
     """Memory plan with some settings on top of a configuration; None where they cannot take effect."""
     try:
-        changed = with_overrides(config.to_dict(), settings)
+        changed = changed_config(config, {}, settings)
         return Way(settings, devices, peak(changed, devices))
     except (ConfigError, UsageError):
         return None

@@ -11,12 +11,19 @@ from headway.errors import ConfigError
 from headway.packing.mesh import MeshShape
 from headway.predict.collectives import Links
 from headway.predict.communication import Exchanges
-from headway.predict.dry_run import Packs, Precision, precision_of, recompute_of, sharing_of, state_of
 from headway.predict.exchanges import exchanges_of
-from headway.predict.frozen_forward import frozen_forward
 from headway.predict.held import State
 from headway.predict.kernel_bytes import HEADWAY, Kernels
-from headway.predict.planned_lengths import one_picture
+from headway.predict.packs import Packs
+from headway.predict.recipe import (
+    Precision,
+    frozen_forward,
+    one_picture,
+    precision_of,
+    recompute_of,
+    sharing_of,
+    state_of,
+)
 from headway.predict.slices import trained_of_process
 from headway.predict.speeds import Speeds
 from headway.predict.step_time import StepForecast, StepTimes, StepWork

@@ -43,7 +43,6 @@ from headway.predict.moments import (
     fullest_of_backward,
     moment,
 )
-from headway.predict.planned_lengths import pixel_bytes
 from headway.predict.recompute import block_bytes
 from headway.predict.slices import (
     SPREAD,
@@ -372,6 +371,24 @@ class _Head:
         ends = hidden + copied + (stream if casts else 0)
         ends += numel * (FLOAT32 + (weight_bytes if weight_bytes < FLOAT32 else 0))
         return _Head(max(working, ends), 0, weight, weight_bytes * tied, stream)
+
+
+@remembered
+def pixel_bytes(cost_model: CostModel, pack: Workload, compute_bytes: int) -> int:
+    """Bytes of a pack's pixels: as bytes, scaled to float32, and where autocast is, once more for the product.
+
+    A value of a patch is multiplied into each channel of the tower once, which gives how many there are.
+    """
+    row = next((row for row in cost_model.rows if row.component == "vision.embed"), None)
+    width = min(
+        (min(r.features) for r in cost_model.rows if r.features and r.block and r.component.startswith("vision.")),
+        default=0,
+    )
+    if row is None or not width:
+        return 0
+    values = row.forward * drivers.parse_driver(row.driver)(pack) // (2 * width)
+    copies = FLOAT32 + (compute_bytes if compute_bytes < FLOAT32 else 0)
+    return values * (1 + copies)
 
 
 # Memory of a CUDA device that no tensor holds. None of it was measured here: it is why a run may fill nine tenths of

@@ -9,24 +9,24 @@ import csv
 import io
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from headway.config import TrainConfig, with_overrides
+from headway.config import TrainConfig, changed_config
 from headway.config.read import load_yaml
-from headway.count import CostModel
-from headway.count.activations import SavedActivations
 from headway.devices import Device, named_device
 from headway.errors import HeadwayError, PlanError, UnknownDeviceError, first_line
 from headway.files import SETTINGS_BYTES, read_text
 from headway.packing.lengths import LengthTable
 from headway.predict.collectives import Link, Links
-from headway.predict.dry_run import Packs, learning_model, room_of
-from headway.predict.scale import Scaling, SizedRun
-from headway.predict.speeds import Cases, Speeds
+from headway.predict.fitting import room_of
+from headway.predict.packs import Packs
+from headway.predict.prediction import Prediction, Predictor, RunTotals
+from headway.predict.scale import at_size
+from headway.predict.speeds import Speeds
 from headway.report import format_bytes, format_duration
 from headway.report.quantity import MONEY, examples, parse_number
 
@@ -65,34 +65,35 @@ class PricedRun:
     """A run on so many devices of an offer.
 
     Attributes:
-        offer: what it runs on.
+        offer: devices that it runs on.
         size: memory and time of a step.
         settings: that make it fit, as assignments; none where it fits as it is.
-        tokens: to train on.
-        seconds: of the whole run [s].
-        cost: of it, in the currency of the price.
+        totals: time and cost of the whole run.
     """
 
     offer: Offer
-    size: SizedRun
+    size: Prediction
     settings: tuple[str, ...]
-    tokens: float
-    seconds: Cases
-    cost: Cases
+    totals: RunTotals
+
+    @property
+    def cost(self) -> float:
+        """Expected cost of the whole run, in the currency of the price."""
+        assert self.totals.cost is not None
+        return self.totals.cost.expected
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types; of each time and cost the best, the expected and the worst case."""
+        totals = self.totals.to_dict()
         return {
             "device": self.offer.device.title,
             "offer": self.offer.name or None,
             "price": self.offer.price,
             "devices": self.size.devices,
             "settings": [*self.settings],
-            "tokens": self.tokens,
-            "seconds": [*self.seconds],
-            "cost": [*self.cost],
+            **{name: totals[name] for name in ("tokens", "seconds", "cost")},
             "memory_bytes": self.size.memory.peak,
-            "step": self.size.time.to_dict(),
+            "step": self.size.step.to_dict(),
         }
 
 
@@ -184,8 +185,7 @@ class OfferSearch:
 
     Attributes:
         config: the recipe.
-        cost_model: of its model.
-        saved: what autograd saves of it, by precision.
+        predictor: of its model, on no device yet.
         pattern: name and table of the samples; None for those of the recipe's plan section.
         total: tokens to train on, of packs that are planned.
         speeds: rates of a device.
@@ -195,8 +195,7 @@ class OfferSearch:
     """
 
     config: TrainConfig
-    cost_model: CostModel
-    saved: Mapping[str, SavedActivations]
+    predictor: Predictor
     pattern: tuple[str, LengthTable] | None
     total: Callable[[Packs], float]
     speeds: Callable[[Device], Speeds]
@@ -218,29 +217,32 @@ class OfferSearch:
             raise PlanError(
                 "no offer can train it: " + "; ".join(f"{result.offer.title}: {result.why}" for result in results) + "."
             )
-        fastest = min(planned, key=lambda run: run.seconds.expected)
+        fastest = min(planned, key=lambda run: run.totals.seconds.expected)
+        took = format_duration(fastest.totals.seconds.expected)
         raise PlanError(
-            f"no offer trains {fastest.tokens:,.0f} tokens within {format_duration(self.within_s)}. The fastest is "
-            f"{fastest.size.devices:,} x {fastest.offer.title}: {format_duration(fastest.seconds.expected)}, cost "
-            f"{fastest.cost.expected:,.4g}. Allow as much time, train on less, or offer more devices."
+            f"no offer trains {fastest.totals.tokens:,.0f} tokens within {format_duration(self.within_s)}. The fastest "
+            f"is {fastest.size.devices:,} x {fastest.offer.title}: {took}, cost {fastest.cost:,.4g}. Allow as much "
+            "time, train on less, or offer more devices."
         )
 
     def _price(self, offer: Offer) -> OfferResult:
         try:
-            scaling = self._scaling(offer.device)
+            predictor = self._predictor(offer.device)
         except HeadwayError as error:
             return OfferResult(offer, (), str(error).rstrip("."))
         runs: list[PricedRun] = []
         last: PricedRun | None = None
         why = ""
-        counts = self._counts(offer, scaling.links)
+        assert predictor.links is not None
+        links = predictor.links
+        counts = self._counts(offer, links)
         if not counts:
             return OfferResult(offer, (), f"{self.devices:,} are more than are offered, or than links are known for")
         for place, count in enumerate(counts):
             if last is not None and not runs and place < len(counts) - 1 and self._is_too_few(last, count):
                 continue
             try:
-                run = self._at(offer, scaling, count)
+                run = self._at(offer, predictor, count)
             except HeadwayError as error:
                 why = str(error).rstrip(".")
                 continue
@@ -248,18 +250,16 @@ class OfferSearch:
                 why = why or run
                 continue
             last = run
-            if self.within_s is None or run.seconds.expected <= self.within_s:
+            if self.within_s is None or run.totals.seconds.expected <= self.within_s:
                 runs.append(run)
                 if len(runs) == _SHOWN:
                     break
         if runs or last is None:
             most = max(counts, default=1)
-            return OfferResult(
-                offer, tuple(runs), (why or "none are planned") + self._limit(offer, scaling.links, most)
-            )
-        took, cost = format_duration(last.seconds.expected), f"{last.cost.expected:,.4g}"
+            return OfferResult(offer, tuple(runs), (why or "none are planned") + self._limit(offer, links, most))
+        took, cost = format_duration(last.totals.seconds.expected), f"{last.cost:,.4g}"
         why = f"{last.size.devices:,} of them take {took}, cost {cost}"
-        return OfferResult(offer, (), why + self._limit(offer, scaling.links, last.size.devices), last)
+        return OfferResult(offer, (), why + self._limit(offer, links, last.size.devices), last)
 
     def _limit(self, offer: Offer, links: Links, most: int) -> str:
         """Reason why there are no more than so many devices."""
@@ -282,33 +282,30 @@ class OfferSearch:
         """Tell whether so many devices are far from being in time, by proportion to a size that was planned."""
         if self.within_s is None:
             return False
-        return _NEVER_FASTER * planned.seconds.expected * planned.size.devices / count > self.within_s
+        return _NEVER_FASTER * planned.totals.seconds.expected * planned.size.devices / count > self.within_s
 
-    def _scaling(self, device: Device) -> Scaling:
+    def _predictor(self, device: Device) -> Predictor:
         if device.memory_bytes is None:
             raise PlanError("its memory is not known")
         # Of devices whose links are not known, one alone can be planned.
-        lone = Links(Link(1.0, 0.0), None, 1, device.title, "")
-        links = Links.of_device(device) or lone
-        return Scaling(
-            learning_model(self.config, self.cost_model), self.saved, self.speeds(device), links, device=device
-        )
+        links = Links.of_device(device) or Links(Link(1.0, 0.0), None, 1, device.title, "")
+        return replace(self.predictor, device=device, speeds=self.speeds(device), links=links)
 
-    def _at(self, offer: Offer, scaling: Scaling, count: int) -> PricedRun | str:
+    def _at(self, offer: Offer, predictor: Predictor, count: int) -> PricedRun | str:
         """The run on so many devices, with the settings that harm least where it does not fit; or why it does not."""
-        size = scaling.at(self.config, count, self.pattern)
+        size = at_size(predictor, self.config, count, self.pattern)
         if size.fits is not False:
             return self._priced(offer, size, ())
         room = room_of(offer.device) or 0
         for settings in self._harmless(size, room):  # the gentlest first
-            fitting = scaling.at(with_overrides(self.config.to_dict(), settings), count, self.pattern)
+            fitting = at_size(predictor, changed_config(self.config, {}, settings), count, self.pattern)
             if fitting.fits:
                 return self._priced(offer, fitting, settings)
         need = f"{format_bytes(size.memory.peak)} do not fit {format_bytes(room)}"
         adapters = [way for way in size.ways if any("lora" in setting for setting in way.settings)]
         return f"{need}{', but adapters would: model.lora' if adapters and adapters[0].peak_bytes <= room else ''}"
 
-    def _harmless(self, size: SizedRun, room: int) -> Iterator[tuple[str, ...]]:
+    def _harmless(self, size: Prediction, room: int) -> Iterator[tuple[str, ...]]:
         """Settings that make a size fit and leave what is trained as it is."""
         longest = 1 if self.pattern is None else int(self.pattern[1].tokens.max())
         for way in size.ways:
@@ -318,10 +315,9 @@ class OfferSearch:
             if way.devices == size.devices and way.settings and way.peak_bytes <= room and not is_other:
                 yield way.settings
 
-    def _priced(self, offer: Offer, size: SizedRun, settings: tuple[str, ...]) -> PricedRun:
-        tokens = self.total(size.packs)
-        seconds = size.time.seconds.times(tokens / size.time.tokens) + size.time.before(tokens / self.passes)
-        return PricedRun(offer, size, settings, tokens, seconds, seconds.times(size.devices * offer.price / 3600))
+    def _priced(self, offer: Offer, size: Prediction, settings: tuple[str, ...]) -> PricedRun:
+        totals = size.totals(self.total(size.work), passes=self.passes, price=offer.price)
+        return PricedRun(offer, size, settings, totals)
 
 
 def of_device(offers: Sequence[Offer], device: Device) -> tuple[Offer, ...]:

@@ -4,26 +4,17 @@ Each rank keeps its packs, so a step of more devices has more tokens. Packs are 
 uses, for all ranks and as many steps as it plans at a time, over the lengths of the recipe's plan section.
 """
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 
-from headway.config import TrainConfig
+from headway.config import TrainConfig, changed_config
 from headway.count import CostModel
-from headway.count.activations import SavedActivations
-from headway.devices import Device
 from headway.errors import PlanError
 from headway.packing.lengths import LengthTable
 from headway.packing.mesh import MeshShape
-from headway.predict.collectives import Links
-from headway.predict.dry_run import Packs, memory_and_ways, plan_packs, recompute_of, room_of
 from headway.predict.failures import Interruptions, Reliability
-from headway.predict.fitting import Way
-from headway.predict.forecast import Forecaster
-from headway.predict.memory import MemoryPlan
-from headway.predict.planned_lengths import (
+from headway.predict.packs import (
     MOST_SAMPLES,
     STEPS,
     lengths_in_turn,
@@ -34,9 +25,7 @@ from headway.predict.planned_lengths import (
     repeated,
     samples_of,
 )
-from headway.predict.slices import padding_of
-from headway.predict.speeds import Cases, Speeds
-from headway.predict.step_time import StepForecast
+from headway.predict.prediction import Prediction, Predictor
 from headway.report.quantity import parse_number
 from headway.words import Argument
 
@@ -47,132 +36,33 @@ _FEW_STEPS = 4  # four balance ranks like 16: a step's time at 1,024 devices is 
 _MANY_SAMPLES = 3_000_000  # for more steps than these few: some seconds, and 600 MB
 
 
-@dataclass(frozen=True)
-class SizedRun:
-    """A recipe on so many devices.
+def at_size(
+    predictor: Predictor,
+    config: TrainConfig,
+    devices: int,
+    pattern: tuple[str, LengthTable] | None = None,
+    reliability: Reliability | None = None,
+) -> Prediction:
+    """Predict a recipe on so many devices, over as many steps of packs as a plan's window has.
 
-    Attributes:
-        shape: how they share the work.
-        packs: planned for all ranks.
-        planned_steps: steps of packs that were planned.
-        memory: of each device.
-        time: of a step.
-        interruptions: by failures; None where nothing was said of them.
-        padding: numbers that slices of the weights hold over those that there are.
-        fits: whether a device has room for it; None where its memory is not known.
-        ways: settings that make it fit, where it does not.
+    Args:
+        predictor: of its model, with links between devices.
+        config: the recipe.
+        devices: processes, a device each.
+        pattern: name and table of samples that repeat; the recipe's plan section says the lengths when None.
+        reliability: of a device; None where nothing is said of failures.
+
+    Raises:
+        ConfigError: a mesh that the devices do not fit, or lengths of which none fits a pack.
+        PlanError: no lengths, or nodes whose network is not known.
     """
-
-    shape: MeshShape
-    packs: Packs
-    planned_steps: int
-    memory: MemoryPlan
-    time: StepForecast
-    interruptions: Interruptions | None
-    padding: float = 1.0
-    fits: bool | None = None
-    ways: tuple[Way, ...] = ()
-
-    @property
-    def devices(self) -> int:
-        """Devices, a process each."""
-        return self.shape.world_size
-
-    @property
-    def exposed(self) -> Cases:
-        """Time of a step that its exchanges take and computing does not hide [s]."""
-        return self._line("communication.transfer")
-
-    @property
-    def waiting(self) -> Cases:
-        """Time of a step that a mean rank waits for the heaviest [s]."""
-        return self._line("communication.waiting")
-
-    @property
-    def lasting_tokens_per_s(self) -> float:
-        """Tokens per second that failures do not take back, as expected."""
-        share = 1.0 if self.interruptions is None else self.interruptions.goodput
-        return share * self.time.tokens_per_s.expected
-
-    def _line(self, key: str) -> Cases:
-        return next((line.seconds for line in self.time.lines if line.key == key), Cases.exact(0.0))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types; of each time the best, the expected and the worst case."""
-        return {
-            "devices": self.devices,
-            "mesh": asdict(self.shape),
-            "planned_steps": self.planned_steps,
-            "fill": self.packs.report.fill,
-            "balance": self.packs.report.balance,
-            "memory_bytes": self.memory.peak,
-            "fits": self.fits,
-            "ways": [way.to_dict() for way in self.ways],
-            "padding": self.padding,
-            "time": self.time.to_dict(),
-            "exposed_s": [*self.exposed],
-            "waiting_s": [*self.waiting],
-            "interruptions": None if self.interruptions is None else asdict(self.interruptions),
-            "lasting_tokens_per_s": self.lasting_tokens_per_s,
-        }
-
-
-@dataclass(frozen=True)
-class Scaling:
-    """Hardware and run of a recipe, whatever its size.
-
-    Attributes:
-        cost_model: of the model, with what is frozen frozen and adapters in place.
-        saved: what autograd saves of it, by precision.
-        speeds: of the device.
-        links: between devices.
-        reliability: of the device; None where nothing is said of failures.
-        device: whose memory it must fit; None not to look.
-    """
-
-    cost_model: CostModel
-    saved: Mapping[str, SavedActivations]
-    speeds: Speeds
-    links: Links
-    reliability: Reliability | None = None
-    device: Device | None = None
-
-    def at(self, config: TrainConfig, devices: int, pattern: tuple[str, LengthTable] | None = None) -> SizedRun:
-        """Plan a recipe for so many devices.
-
-        Args:
-            config: the recipe.
-            devices: processes, a device each.
-            pattern: name and table of samples that repeat; the recipe's plan section says the lengths when None.
-
-        Raises:
-            ConfigError: a mesh that the devices do not fit, or lengths of which none fits a pack.
-            PlanError: no lengths, or nodes whose network is not known.
-        """
-        config = sized(config, devices)
-        shape = config.parallel.mesh_shape(devices)
-        links = self.links if devices > 1 else None  # a lone device exchanges nothing
-        forecaster = Forecaster(self.cost_model, self.saved, self.speeds, devices, links)
-        recompute = recompute_of(config, self.cost_model, self.saved, shape)
-        lengths, steps = enough_lengths(config, self.cost_model, shape, pattern)
-        packs = plan_packs(config, self.cost_model, shape, recompute, lengths)
-        assert packs is not None
-        largest = packs.most_tokens, packs.most_patches
-        memory, ways = memory_and_ways(config, self.cost_model, self.saved, devices, self.device, largest, packs.padded)
-        room = room_of(self.device)
-        time = forecaster.predict(config, packs)
-        failures = None if self.reliability is None else Interruptions.of(self.reliability, devices)
-        return SizedRun(
-            shape,
-            packs,
-            steps,
-            memory,
-            time,
-            failures,
-            padding_of(self.cost_model, shape.fsdp, shape.expert),
-            None if room is None else memory.peak <= room,
-            ways,
-        )
+    config = sized(config, devices)
+    shape = config.parallel.mesh_shape(devices)
+    if devices > 1 and predictor.links is not None:
+        predictor.links.require(devices)  # or an error, before packs are planned
+    lengths, steps = enough_lengths(config, predictor.cost_model, shape, pattern)
+    failures = None if reliability is None else Interruptions.of(reliability, devices)
+    return replace(predictor.at(config, devices, lengths), interruptions=failures, planned_steps=steps)
 
 
 def sizes_of(text: str) -> tuple[int, ...]:
@@ -199,8 +89,7 @@ def sized(config: TrainConfig, devices: int) -> TrainConfig:
     parallel = config.parallel
     if parallel.shard == "auto":
         return config
-    copies = max(1, devices // (parallel.shard * parallel.sequence))
-    return config.model_copy(update={"parallel": parallel.model_copy(update={"replicate": copies})})
+    return changed_config(config, {"parallel.replicate": max(1, devices // (parallel.shard * parallel.sequence))})
 
 
 def enough_lengths(

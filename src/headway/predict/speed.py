@@ -7,17 +7,13 @@ from transformers import PreTrainedModel
 
 from headway.config import SpeedConfig, TrainConfig
 from headway.count import CostModel
-from headway.count.activations import SavedActivations, shipped_activations
-from headway.count.models import shipped_name
 from headway.errors import ConfigError
 from headway.models.blocks import blocks
 from headway.models.kernels import use_kernels
-from headway.models.load import load_model_config
 from headway.models.precision import Precision
-from headway.predict.dry_run import inputs_on_host
-from headway.predict.planned_lengths import fullest_pack
+from headway.predict.recipe import fullest_pack, inputs_on_host
 from headway.predict.recompute import least_within
-from headway.tracing.block_activations import saved_by_block, saved_of_config
+from headway.tracing.block_activations import saved_by_block
 
 
 def compiles(speed: SpeedConfig, model: PreTrainedModel, device: torch.device) -> tuple[bool, tuple[str, ...]]:
@@ -103,19 +99,3 @@ def chosen_recompute(
         sequence=config.parallel.sequence,
         inputs_on_host=inputs_on_host(config),
     )
-
-
-def saved_of(path: str, precision: str) -> SavedActivations:
-    """Activations that autograd saves of a model in training: from a shipped file, or traced from its configuration.
-
-    Args:
-        path: as in `model.path`.
-        precision: one of `headway.count.activations.PRECISIONS`.
-
-    Raises:
-        TraceError: the model cannot be traced.
-    """
-    shipped = shipped_name(path)
-    if shipped is not None:
-        return shipped_activations(shipped, precision)
-    return saved_of_config(load_model_config(path), precision)

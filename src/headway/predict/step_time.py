@@ -101,6 +101,10 @@ class StepForecast:
         """Time of a step [s]."""
         return sum((line.seconds for line in self.lines), Cases.exact(0.0))
 
+    def line(self, key: str) -> Cases:
+        """Time of a line; 0 where the step has none of that key [s]."""
+        return next((line.seconds for line in self.lines if line.key == key), _NOTHING)
+
     @property
     def step_s(self) -> float:
         """Expected time of a step [s]."""

@@ -15,22 +15,20 @@ import yaml
 
 from headway.config import TrainConfig, parse_config, with_overrides
 from headway.count import CostModel
-from headway.count.activations import SavedActivations
 from headway.data.index.length_index import LengthIndex
 from headway.devices import Device
 from headway.errors import ConfigError, DataError
 from headway.packing import Budget, Items, Order, Plan, measure
 from headway.plugins import objectives
-from headway.predict.dry_run import USABLE, DryRun, dry_run
-from headway.predict.fitting import LORA_RANK
+from headway.predict.fitting import LORA_RANK, room_of
+from headway.predict.prediction import Prediction, Predictor
+from headway.predict.saved import saved_of_recipe
 from headway.report import format_bytes, format_count, format_share
 from headway.words import Argument
 
 _EPOCHS = 3  # of chats, as LLaMA-Factory's examples/train_full (0.9.3)
 _CORPUS_EPOCHS = 1  # of documents, as language models are trained on theirs
-_FROM_SCRATCH_STEPS = (
-    300  # below which a small model with random weights has hardly left its first loss (docs/tutorial.md)
-)
+_FROM_SCRATCH_STEPS = 300  # with fewer, a small model with random weights has hardly left its first loss (tutorial.md)
 _MOST_EPOCHS = 50
 _LEAST_PACK, _MOST_PACK = 512, 32768  # [tokens]
 _MEDIANS = 8  # samples of the median's length that a pack holds, so that packs can be made equal
@@ -118,14 +116,13 @@ class Suggestion:
     lengths: MeasuredLengths
     epochs: int
     steps_per_epoch: int
-    planned: DryRun | None
+    planned: Prediction | None
 
 
 def suggest(
     model: str,
     data: Mapping[str, LengthIndex],
     cost_model: CostModel,
-    saved: Mapping[str, SavedActivations],
     *,
     device: Device | None,
     run_folder: str,
@@ -141,7 +138,6 @@ def suggest(
         model: as in `model.path`.
         data: the length index of each dataset, by its path.
         cost_model: of the model.
-        saved: what autograd saves of it, by precision; looked up where a device is named.
         device: whose memory it must fit, None not to look.
         run_folder: folder of the run.
         has_weights: whether the model has weights to begin with.
@@ -178,7 +174,7 @@ def suggest(
     if device is not None:
         if len(data) == 1:  # a plan over the data themselves; over full packs where there are several
             raw["plan"] = {"lengths": str(next(iter(data.values())).path)}
-        raw, planned = _fitted(raw, cost_model, saved, device, _learning_rate(cost_model, lengths, adapters=True))
+        raw, planned = _fitted(raw, cost_model, device, _learning_rate(cost_model, lengths, adapters=True))
         raw.pop("plan", None)
         raw["plan"] = {"device": device.key}
     # packs of a step for enough samples, then epochs for enough steps
@@ -279,38 +275,32 @@ def _objective(lengths: MeasuredLengths) -> SuggestedObjective | None:
 def _fitted(
     raw: dict[str, Any],
     cost_model: CostModel,
-    saved: Mapping[str, SavedActivations],
     device: Device,
     rate_of_adapters: float,
-) -> tuple[dict[str, Any], DryRun]:
+) -> tuple[dict[str, Any], Prediction]:
     """Settings that fit a device: as it is, with the gentlest setting that is enough, with adapters, with both."""
-    planned = None
+    room = room_of(device) or 0
     for adapters in (False, True):
         if adapters:
             raw = raw | {"model": raw["model"] | {"lora": {"rank": LORA_RANK}}}
             raw["optim"] = raw["optim"] | {"lr": rate_of_adapters}
-        planned = _plan(raw, cost_model, saved, device)
+        config = parse_config(raw)
+        predictor = Predictor.of(config, cost_model, saved_of_recipe(config), device=device)
+        planned = predictor.at(config, 1)
         if planned.fits is not False:
             return raw, planned
-        room = USABLE * (device.memory_bytes or 0)
         for way in planned.ways:
             # shorter packs drop samples, and adapters, which are tried next, learn at a rate of their own
             shorter = any(setting.startswith(("data.tokens_per_pack", "model.lora")) for setting in way.settings)
             gentle = adapters or len(way.settings) == 1  # adapters do less harm than several roundings together
             if way.devices == 1 and way.settings and gentle and way.peak_bytes <= room and not shorter:
                 changed = copy.deepcopy(raw)
-                with_overrides(changed, tuple(way.settings))
-                return changed, _plan(changed, cost_model, saved, device)
-    assert planned is not None
+                return changed, predictor.at(with_overrides(changed, way.settings), 1)
     raise ConfigError(
         f"No settings were found with which {raw['model']['path']} trains on one {device.title}: adapters of rank "
         f"{LORA_RANK} need {format_bytes(planned.memory.peak)}. Give a smaller model or another {Argument('device')}, "
         "or plan several devices with headway train --dry-run --devices N."
     )
-
-
-def _plan(raw: dict[str, Any], cost_model: CostModel, saved: Mapping[str, SavedActivations], device: Device) -> DryRun:
-    return dry_run(parse_config(raw), cost_model, saved, devices=1, device=device)
 
 
 def _steps(
@@ -329,7 +319,7 @@ def _steps(
 
 
 def _comments(
-    raw: dict[str, Any], lengths: MeasuredLengths, steps: int, planned: DryRun | None, cost_model: CostModel
+    raw: dict[str, Any], lengths: MeasuredLengths, steps: int, planned: Prediction | None, cost_model: CostModel
 ) -> dict[str, str]:
     pack, optim = raw["data"]["tokens_per_pack"], raw["optim"]
     adapters = "lora" in raw["model"]

@@ -1,4 +1,4 @@
-"""Markdown that shows anyone's text: the text makes no tag, link, emphasis or control character."""
+"""Text of anyone as Markdown that shows it: no tag, link, emphasis or control character comes out of it."""
 
 import re
 from collections.abc import Sequence

@@ -28,7 +28,7 @@ MONEY = "currency"
 
 
 def parse_number(text: str, unit: str = "", *, whole: bool = False) -> int | float | None:
-    """Read a number with the words or signs that people write around a number.
+    """Read a number with what people write behind it, or before it.
 
     Args:
         text: as typed.
@@ -122,7 +122,7 @@ def doubt(text: str, unit: str = "", *, whole: bool = False) -> str:
 
 
 def advice(text: str, unit: str = "", *, whole: bool = False) -> str:
-    """Advice on a text that is no number: the doubt, then numbers that can stand in its place.
+    """Numbers that can be written in place of a text that is none, behind what is doubtful about it.
 
     >>> advice("2m", "s")
     '2m may be minutes, milliseconds or months; write 2min or 2ms, and months in days'

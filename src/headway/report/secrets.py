@@ -78,7 +78,7 @@ def _replaced(text: str, rules: Sequence[tuple[re.Pattern[str], str]]) -> str:
 
 
 def without_secrets(text: str, *, longest: int) -> str:
-    r"""Settings of a YAML or JSON file without secrets.
+    r"""Settings of a YAML or JSON file without what is not for others.
 
     Values of settings that name a token, key or password are hidden whole, and all that goes to a store; in other
     values users and signatures of addresses, secrets in commands, and the names of home folders.

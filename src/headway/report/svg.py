@@ -39,13 +39,13 @@ COLOURS = (0, 2, 3, 4, 5, 6, 7)
 """Numbers of the page's colours for lines and bars; --c1 is the band's, too light for either."""
 
 Scale = Callable[[float], float]
-"""Place of a value: on an x axis as a fraction of the plot, on a y axis as pixels from the plot's top."""
+"""Where a value stands: on an axis of x as a fraction of the plot, on one of y as pixels from its top."""
 
 
 def chart(
     title: str, description: str, drawn: Sequence[str], height: int, margins: Margins = BARE, attributes: str = ""
 ) -> str:
-    """Build a chart of drawn elements, with a description in words.
+    """Put what is drawn into a chart that says in words what it shows.
 
     Args:
         title: what is drawn; escaped.
@@ -86,7 +86,7 @@ def within(drawn: str, y: float, width: float) -> tuple[str, int]:
 
 
 def stretched(drawn: Sequence[str], height: int) -> str:
-    """Stretch curves that are drawn `WIDE` wide over a whole plot, and cut the parts outside."""
+    """Put curves that are drawn `WIDE` wide over all of a plot; what stands outside of it is cut."""
     box = f'viewBox="0 0 {WIDE} {height}" preserveAspectRatio="none" width="100%" height="{height}"'
     return f'<svg class="curves" {box}>{"".join(drawn)}</svg>'
 

@@ -1,4 +1,4 @@
-"""Width and colour of the terminal; pipes and files are of any width, and without colour."""
+"""The terminal: how wide it is, and whether it shows colour. Pipes and files are of any width, and without colour."""
 
 import os
 import shutil

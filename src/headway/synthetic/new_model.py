@@ -25,7 +25,7 @@ from headway.tracing.build import subconfigs
 from headway.words import Argument
 
 TEXT, IMAGES, SOUNDS = "qwen3", "qwen3_vl", "qwen2_audio"
-"""Default kinds of a new model: for data of text alone, with pictures or videos, with sounds."""
+"""Kinds of a new model if nothing is said: for data of text alone, with pictures or videos, with sounds."""
 
 _TOWERS = {"image": ("vision", IMAGES), "video": ("vision", IMAGES), "audio": ("audio", SOUNDS)}
 """The tower that each kind of media needs, and a model that has it."""

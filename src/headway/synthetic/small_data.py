@@ -112,7 +112,7 @@ def _sentence(num_words: int, rng: np.random.Generator) -> str:
 def _write_media(
     folder: Path, mix: Mix, name: str, tokens: int, side: int, rng: np.random.Generator
 ) -> tuple[dict[str, Any], int]:
-    """Write an image or a video of about `tokens` tokens; returns the part of a message, and its tokens."""
+    """Write an image or a video of about so many tokens; returns the part of a message, and what it takes [tokens]."""
     if mix.kind == "videos":
         pair_tokens = _FRAME[0] * _FRAME[1] + _TIMESTAMP
         pairs = max(2, tokens // pair_tokens)

@@ -128,7 +128,7 @@ def fit_drivers(
 
 
 def _terms(sizes: Sequence[int], driver_units: Mapping[str, Sequence[int]]) -> list[tuple[str, Fraction]] | None:
-    """Find one driver, or a few whose sum explains sizes; empty for constant sizes, None for unexplained ones."""
+    """Find one driver, or a few whose sum explains sizes; none for what does not grow, None where nothing explains."""
     if len(sizes) > 1 and len(set(sizes)) == 1:
         return []
     if matches := proportional(sizes, driver_units):

@@ -345,7 +345,7 @@ def register_seams() -> None:
 
 
 def lead_here(configs: list[tuple[Any, str]]) -> None:
-    """Set the attention of configurations to one of the seams, and keep the old settings.
+    """Set the attention of configurations to one of the seams, and keep what it was.
 
     Args:
         configs: each with the name of its seam; setting one also sets those inside it.

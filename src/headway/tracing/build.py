@@ -154,7 +154,7 @@ def with_layers(config: Any, layers: int) -> Any:
 
 
 def subconfigs(config: Any) -> list[Any]:
-    """List a configuration and its inner configurations, each before those inside it."""
+    """List a configuration and those inside it, each before its own."""
     parts = [config]
     for key in getattr(config, "sub_configs", ()):
         if (part := getattr(config, key, None)) is not None:
@@ -216,7 +216,7 @@ def number_parameters(model: nn.Module) -> list[str]:
 
 
 def run_every_layer(model: nn.Module) -> list[tuple[Any, str, float]]:
-    """Switch off LayerDrop, which skips layers at random in training: a cost model is of all layers.
+    """Switch off LayerDrop, which skips layers of some models at random while they train; their cost is of them all.
 
     Returns:
         What was switched off: (holder, attribute, value).
@@ -228,7 +228,7 @@ def run_every_layer(model: nn.Module) -> list[tuple[Any, str, float]]:
 
 
 def layer_drops(model: nn.Module) -> list[tuple[Any, str, float]]:
-    """List a model's rates of layers left out in training, as (holder, attribute, value)."""
+    """List where a model says how often it leaves out layers while it trains: (holder, attribute, value)."""
     return [
         (holder, name, value)
         for holder in (*model.modules(), *configs(model))

@@ -1,4 +1,4 @@
-"""Name each operation's component by its work, not by a model family's names.
+"""Name each operation's component from what it does, not from what a model family calls it.
 
 Vision is what patches drive, outside the modules in which text attends; a merger is what stands outside the blocks that
 repeat in its tower; attention and recurrences are what their seams recorded; projections are the linear layers
@@ -306,7 +306,7 @@ def finder_of_blocks(blocks: set[str]) -> Callable[[str], str]:
 
 
 def _runs_itself_again(module: nn.Module) -> bool:
-    """Say whether a module is one of transformers' layers, which can be recomputed."""
+    """Say whether a module is one of transformers' layers, which run again where they are told so."""
     return any(base.__name__ == "GradientCheckpointingLayer" for base in type(module).__mro__)
 
 
@@ -337,7 +337,7 @@ def _holders(model: nn.Module) -> set[str]:
 
 
 def checkpointing_of(model: nn.Module) -> str:
-    """Read the recomputation off a model, as transformers and diffusers switch it on.
+    """Read what activation checkpointing runs again, as transformers and diffusers switch it on.
 
     Returns:
         "none", "full", "reentrant" (full, each block to its end, as `use_reentrant=True` does), or the paths of some

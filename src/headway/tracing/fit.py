@@ -236,7 +236,7 @@ _GROUPS = range(2, 17)  # positions that an encoder may merge into one after its
 
 @dataclass(frozen=True)
 class _Length:
-    """A length that an encoder works on: positions `stride` frames apart, the first after `first` frames."""
+    """A length that an encoder works on: positions `stride` frames apart, of which the first needs `first` frames."""
 
     stride: int  # frames
     first: int  # frames; 0 or less where padding makes more positions than there are strides
@@ -262,7 +262,7 @@ class _Length:
             yield _Length(self.stride * size, self.first + self.stride * (size - 1), self.piece, ())
 
     def steps(self) -> str:
-        """Write the steps as the part of a driver's name after the slash."""
+        """Write it as what follows the slash of a driver."""
         if self.piece:
             return f"{self.stride}:{self.first}:{self.piece}"
         return f"{self.stride}" if self.first == 1 else f"{self.stride}:{self.first}"

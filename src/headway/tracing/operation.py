@@ -1,4 +1,4 @@
-"""One product that a model ran: its work, and the products of its backward."""
+"""One product that a model ran: how much work it did, and what its backward must compute."""
 
 import math
 from collections.abc import Callable
@@ -24,7 +24,7 @@ class Running(Protocol):
 
 @dataclass(frozen=True)
 class Operand:
-    """The past of a product's input: the parameters and the batch that it depends on."""
+    """The past of a product's input: what it depends on."""
 
     fed: bool  # whether it depends on the batch
     sources: int  # the parameters that it depends on, bit i for parameter i

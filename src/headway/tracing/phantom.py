@@ -232,7 +232,7 @@ def _key(value: Any) -> Any:
 
 
 def _shapes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operation's meta kernel, or recall the result for the same shapes."""
+    """Run an operation's meta kernel, or recall what it gave for the same shapes."""
     if func._overloadpacket is aten._pack_padded_sequence:
         return _pack(*args)
     if torch.Tag.inplace_view in func.tags and isinstance(args[0], Phantom):
@@ -375,7 +375,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _past(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Phantom], int, bool]:
-    """Find the phantoms among an operation's arguments, and the phantoms' dependencies."""
+    """Find the phantoms among an operation's arguments, and what they depend on."""
     flat = _tensors((*args, *kwargs.values()))
     phantoms = [t for t in flat if isinstance(t, Phantom)]
     sources = 0

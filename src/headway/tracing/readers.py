@@ -1,4 +1,4 @@
-"""Read dispatched operations as products: operands, units of work, and operations that must be refused."""
+"""Read dispatched operations as products: what multiplies what, how many units of it, and what must be refused."""
 
 import math
 from collections.abc import Callable

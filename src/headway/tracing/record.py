@@ -54,7 +54,7 @@ _CHOICES = {aten.topk, aten.sort, aten.argsort, aten.argmax, aten.max, aten.mult
 
 
 def _custom_function() -> str | None:
-    """Name the custom `autograd.Function` whose forward is running, if any; such a forward runs without gradients."""
+    """Name the custom `autograd.Function` whose forward is running, if one is; it runs with gradients off."""
     frame = None if torch.is_grad_enabled() else sys._getframe()
     while frame is not None:
         if frame.f_code is _APPLY:
@@ -91,7 +91,7 @@ class Recorder:
         find = self.block_of
 
         def running_block(path: str) -> str:
-            """Find the running block; a part of a block called after the block's end is no work of a checkpoint."""
+            """Find the block that runs: a part of it that is called once it has ended is no work of a checkpoint."""
             block = find(path)
             return "" if block in self.handed and block not in self._stack else block
 
@@ -200,7 +200,7 @@ class Recorder:
         return operation
 
     def attends(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return queries, keys and values as the attention kernel takes them: unchanged here."""
+        """Return the queries, keys and values as the attention kernel takes them: here as they come."""
         return operands
 
     def attended(self, out: torch.Tensor) -> None:
@@ -289,7 +289,7 @@ class Recorder:
         operation.count_picked(choice.picks)
 
     def _note_node(self, args: tuple[Any, ...]) -> None:
-        """Note the dependencies of an autograd node's operations; operations of a custom function share its node."""
+        """Note what an autograd node's operations depend on; those of a custom function share its node."""
         number = torch._C._autograd._get_sequence_nr()
         _, fed, sources = self._node.get(number, ("", False, 0))
         for arg in args:
@@ -374,7 +374,7 @@ class Recorder:
                 operation.products = (("wgrad", operation.backward_flops, sources),)
 
     def check_backward(self) -> None:
-        """Compare the FLOPs that backward dispatched with the FLOPs that its operands' pasts predict.
+        """Compare what backward dispatched with what the operands' pasts predict.
 
         Raises:
             TraceError: an operation's backward is partly missing or larger than its operands explain.

@@ -1,4 +1,4 @@
-"""Merge the repeats of one operation whose number depends on the data: loops, and experts in a list.
+"""Merge the repeats of one operation, of which the data decide how many there are: loops, and experts in a list.
 
 A recurrent cell steps through time, a loss walks over chunks, a tower takes one image after another: how often they run
 changes with the workload, what they compute in all does not change its kind. The repeats of one operation become one
@@ -115,7 +115,7 @@ def _merge(repeats: list[Operation]) -> Operation:
 
 
 def merge_experts(model: nn.Module, recorder: Recorder) -> None:
-    """Merge the operations of a token's few experts into one operation of the experts' list, in place.
+    """Merge what a token's few experts ran into one operation of the list that holds them all, in place.
 
     Any gradient that depends on a parameter of one expert then depends on that parameter of each.
     """

@@ -46,7 +46,7 @@ def data(value: Any) -> torch.Tensor | None:
 
 
 def remaining_pairs(packet: Any, args: tuple[Any, ...], out: torch.Tensor) -> Stays:
-    """Find the pairs that stay in an operation's result, from the pairs of its operands and its own mask.
+    """Say which pairs stay in the result of an operation, given what stays in its operands and what is laid here.
 
     Args:
         packet: the operation; not a product.
@@ -78,7 +78,7 @@ def both(left: Stays, right: Stays) -> Stays:
 
 
 def of_mask(mask: torch.Tensor) -> Stays:
-    """Find the pairs that stay under a mask: true ones, or pairs whose score the added mask does not hide."""
+    """Say which pairs stay under a mask: true ones, or those that are not hidden by what is added."""
     real = data(mask)
     if real is None:
         return mask.stays if isinstance(mask, Phantom) else UNCLEAR
@@ -179,7 +179,7 @@ def _moved_planes(packet: Any, args: tuple[Any, ...], mask: torch.Tensor, shape:
 
 
 def _plane(mask: torch.Tensor, out: torch.Tensor) -> Stays:
-    """Reduce a mask that broadcasts to the result to its queries, its keys and the axes along which it differs."""
+    """Reduce a mask that broadcasts to the result to its queries and keys, and those axes along which it differs."""
     if mask.numpy().all():  # stops at the first pair that is hidden
         return None
     if mask.dim() > out.dim():
@@ -231,7 +231,7 @@ def _laid(packet: Any, args: tuple[Any, ...]) -> Iterator[torch.Tensor]:
 
 
 def _weighs(phantom: Phantom) -> bool:
-    """Say whether a phantom holds normalised scores; a zero score hides a value."""
+    """Say whether a phantom holds normalised scores, of which a zero hides a value."""
     return phantom.scores is not None and phantom.scores.kind == "attention"
 
 

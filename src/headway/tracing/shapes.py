@@ -1,4 +1,4 @@
-"""Cost models by shape, for a module whose forward shows its work in no other way."""
+"""Cost models by shape: of a module whose forward says in no other way how much it computes."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext

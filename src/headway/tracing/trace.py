@@ -349,7 +349,7 @@ def _source(model: Any, parameters: Sequence[str]) -> dict[str, str]:
 
 
 def _unlike_widths(model: Any) -> str | None:
-    """Name a tower whose features are not as wide as the tokens that they replace; None where widths agree."""
+    """Say which tower's features are not as wide as the tokens whose places they take; None where widths agree."""
     config = getattr(model, "config", model)
     text = config.get_text_config() if hasattr(config, "get_text_config") else None
     width = getattr(text, "hidden_size", None)

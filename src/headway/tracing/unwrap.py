@@ -1,4 +1,4 @@
-"""Strip a model of its wrappers, shards, activation checkpointing, and hooks that only watch.
+"""Strip a model of what runs it: wrappers, shards, activation checkpointing, hooks that only watch.
 
 Data parallelism, sharding and activation checkpointing change where and how often a model's operations run, not what
 one step must compute. All of them leave marks on the modules (wrappers, subclasses, hooks, sharded parameters), which
@@ -232,7 +232,7 @@ def _bare(module: nn.Module) -> nn.Module:
 
 
 def _rebound(thing: Any, memo: dict[int, Any]) -> Any:
-    """Copy a function so that its references to the original model lead to the twin; other references stay.
+    """Copy a function so that what it holds of the original model is the twin's; anything else stays as it is.
 
     It holds what it closes over and what its arguments default to.
 

@@ -116,7 +116,7 @@ def _real_backward(output: Any, results: Results) -> None:
 
 
 def _leaves(output: Any, opened: dict[int, Any]) -> Iterator[Any]:
-    """List the leaves of PyTorch's own containers, and the leaves of objects among them, such as dataclasses."""
+    """List the leaves of PyTorch's own containers, and those of the objects among them, such as dataclasses."""
     for leaf in tree_leaves(output):
         yield leaf
         if id(leaf) not in opened and hasattr(leaf, "__dict__") and not isinstance(leaf, torch.Tensor | nn.Module):
@@ -129,7 +129,7 @@ def _item(output: Any, name: str) -> Any:
 
 
 class CountedStep(TorchDispatchMode):
-    """Counts the operations that PyTorch has a formula for, by the module whose forward or backward runs them."""
+    """Counts what PyTorch has a formula for, by the module whose forward, or whose forward's backward, runs it."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -164,7 +164,7 @@ class CountedStep(TorchDispatchMode):
             hook.remove()
 
     def recurrence(self, function: Any) -> Any:
-        """Wrap a function so that its work counts apart from the rest of the running module."""
+        """Wrap a function so that what it runs is told apart from the rest of the running module."""
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             path = self._stack[-1].removesuffix(RECURRENCE)
@@ -177,7 +177,7 @@ class CountedStep(TorchDispatchMode):
         return wrapped
 
     def gather(self, experts: set[str]) -> None:
-        """Add the work of each expert of a list to the list, which the ledger bills."""
+        """Add what each expert of a list ran to the list, to which the ledger bills it."""
         for counter in (self.forward, self.backward):
             for path in list(counter):
                 home = next((home for home in experts if lies_within(path, [home])), path)
@@ -271,7 +271,7 @@ def _compare(cost: CostModel, step: CountedStep, workload: Workload, model: nn.M
 
 
 def explain_difference(bill: ModuleBill, step: CountedStep, model: nn.Module) -> str | None:
-    """Explain the difference between PyTorch's count for a module and the ledger's bill.
+    """Say why what PyTorch counted for a module differs from what its ledger bills.
 
     Returns:
         The reason; "" where the two are equal, None where no reason predicts what was counted.
@@ -359,7 +359,7 @@ FILLED_UP_REASON = "an encoder fills up the last piece of a clip, and those fram
 
 
 def filled_up(workload: Workload, driver: str) -> Workload:
-    """Return the workload with clips rounded up to whole pieces, for an encoder that cuts clips into pieces.
+    """Return the workload whose clips are rounded up to whole pieces, as an encoder that cuts them into pieces runs it.
 
     Args:
         workload: with clips or sources.

@@ -36,7 +36,7 @@ from headway.train.run_folder import is_among, settings_by_name
 from headway.version import code_digest, library_versions
 
 Facts = Mapping[str, str]
-"""Values that must be the same on all ranks, by their names."""
+"""Values that must be the same on all ranks, by what they are called."""
 
 _OF_A_MACHINE = ("plan", "run.device", "run.threads", "data.workers", "data.prefetch_bytes", "model.chat_template")
 _BY_CONTENT = re.compile(r"model\.path|data(?:\.(?!columns\b)\w+)*\.(?:path|root)")
@@ -97,7 +97,7 @@ def _spread(values: Sequence[object], hosts: Sequence[str]) -> str:
 
 
 def settings_facts(config: TrainConfig, *, resume: bool | None, device: str) -> Facts:
-    """Settings of a rank, its software, and the other facts of its surroundings that decide its results.
+    """Settings of a rank, the software that it runs, and what else of its surroundings decides what it computes.
 
     Args:
         config: as this rank read it.

@@ -83,7 +83,7 @@ def build_trained(
     precision: Precision,
     device: torch.device,
 ) -> Trained:
-    """Build a run's model; the order matters: changes of modules come before readers of modules.
+    """Build a run's model; the order matters: what changes modules comes before what looks at them.
 
     Args:
         config: everything there is to say.
@@ -144,7 +144,7 @@ def build_trained(
 
 
 def switch_dropout(model: PreTrainedModel, *, is_on: bool) -> None:
-    """Leave dropout on, or make a model compute in training as in evaluations.
+    """Leave dropout on, or have a model compute in training what it computes when it is judged.
 
     Layers have the probability as dropout modules, as numbers of their own, or read it in a configuration as they run.
     They get copies of that, as the model's own is exported.

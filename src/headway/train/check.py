@@ -270,7 +270,7 @@ def _compare(folder: Path, other: Path | None) -> Check:
 
 
 def _compare_checkpoint(saved: dict[str, Any], step: int, steps: _Steps, witnesses: _Witnesses) -> None:
-    """Compare a checkpoint's facts on the steps behind it with the records of these steps."""
+    """Compare what a checkpoint says of the steps behind it with their records."""
     witnesses.resumes = max(witnesses.resumes, int(saved.get("resumes", 0)))
     if saved.get("samples_digest") is None:
         return

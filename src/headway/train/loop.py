@@ -41,7 +41,7 @@ _SHOWN_ANSWERS = 3  # on the screen; samples.jsonl has all
 
 
 class Outputs(NamedTuple):
-    """Outputs of a run; ranks other than the first write no files and no lines."""
+    """Where a run writes down what it does; ranks other than the first write no files and no lines."""
 
     progress: Progress
     metrics: MetricsLog
@@ -51,7 +51,7 @@ class Outputs(NamedTuple):
 
 
 class LoopEnd(NamedTuple):
-    """State of the loop at its end.
+    """Where the loop ended.
 
     Attributes:
         step: number of the last step taken.
@@ -179,7 +179,7 @@ class Loop:
         return batches, shared
 
     def _compute(self, batches: Sequence[Batch], shared: StepShare) -> tuple[list[Batch], StepSums]:
-        """Run a step's packs forward and backward; returns the packs as they ran, and the sums of their losses."""
+        """Run a step's packs forward and backward; returns them as they ran, and the sums of their losses."""
         run, phase = self._run, self._phase
         sums = StepSums(len(run.feed.names), run.objective.terms, run.device)
         step = LoopStep(self._step, shared, sums, run.meter)

@@ -1,24 +1,17 @@
 """Error text when memory runs out: its holders, the pack that asked for more, and settings that need less."""
 
-import math
 import re
 from collections.abc import Iterable
-from functools import partial
 
 import torch
-from transformers import PreTrainedModel
 
-from headway.config import SpeedConfig, TrainConfig
-from headway.count.activations import SavedByPrecision
-from headway.errors import ConfigError, HeadwayError
+from headway.config import TrainConfig
+from headway.errors import HeadwayError
 from headway.meter.environment import used_memory
-from headway.models.blocks import blocks
 from headway.models.parallel import local
-from headway.predict.dry_run import USABLE, memory_plan
-from headway.predict.fitting import ways_to_fit
-from headway.predict.memory import MemoryPlan
+from headway.predict.fitting import USABLE, gentlest_first, memory_and_ways
 from headway.predict.moments import PARTS
-from headway.predict.saved_activations import saved_as_trained
+from headway.predict.saved import saved_of_recipe
 from headway.report import format_bytes, format_count
 from headway.train.prepare import Run
 from headway.train.watch import LoopPhase
@@ -26,7 +19,6 @@ from headway.words import Argument
 
 _ASKED = re.compile(r"tried to allocate ([\d.]+) ?(bytes|[KMG]iB)", re.IGNORECASE)
 _UNITS = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
-_WORTH = 0.01  # of what is held; a setting that saves less is not named
 
 
 class Explanation:
@@ -60,7 +52,7 @@ class Explanation:
         return (
             f"out of memory on {run.device} (rank {run.ranks.rank}) in {phase}"
             f"{f', when {format_bytes(requested)} more were asked for' if requested else ''}. "
-            f"Held were {format_bytes(total)}: {parts}.{pack} {self._way_out(holders, activations + (requested or 0))} "
+            f"Held were {format_bytes(total)}: {parts}.{pack} {self._way_out()} "
             f"{self._snapshot()}The last checkpoint is whole; change the setting and go on with "
             f"{Argument('resume', True)} where it may be changed."
         )
@@ -77,7 +69,7 @@ class Explanation:
             return f"No snapshot of the allocator could be written: {error}. "
         return f"What the allocator held is in {path}; open it at https://docs.pytorch.org/memory_viz. "
 
-    def _way_out(self, holders: dict[str, int], activations: int) -> str:
+    def _way_out(self) -> str:
         """Say which settings fit the device by the memory plan; without a plan, which would need less."""
         run, phase = self._run, self._phase
         if run.device.type == "cuda" and phase.batch is not None:
@@ -86,12 +78,11 @@ class Explanation:
             planned = planned_ways(run, self._config, load.slots, load.patches, total)
             if planned is not None:
                 return planned
-        savings = sorted(
-            possible_savings(holders, activations, run, self._config, phase), key=lambda saving: -saving[1]
+        gentlest = "; ".join(" and ".join(settings) for settings in gentlest_first(self._config))
+        return (
+            f"What needs less, the gentlest first: {gentlest}; more processes, which share the weights "
+            f"({run.ranks.size} train now). `headway train --dry-run` says how much each needs."
         )
-        least = _WORTH * sum(holders.values())
-        ways = [f"{setting}: about {format_bytes(size)} less" for setting, size in savings if size > least]
-        return f"What would need less, by estimate: {'; '.join(ways) or 'a smaller model or a larger device'}."
 
 
 def planned_ways(run: Run, config: TrainConfig, slots: int, patches: int, total_bytes: int) -> str | None:
@@ -100,17 +91,10 @@ def planned_ways(run: Run, config: TrainConfig, slots: int, patches: int, total_
     Returns:
         A sentence; None where what the model saves cannot be traced.
     """
-    room, devices = int(USABLE * total_bytes), run.ranks.size
+    room = int(USABLE * total_bytes)
     try:
-        saved = SavedByPrecision(partial(saved_as_trained, config))
-
-        def plan(changed: TrainConfig, devices: int) -> MemoryPlan:
-            fill = min(1.0, changed.data.tokens_per_pack / config.data.tokens_per_pack)
-            sizes = math.ceil(fill * slots), math.ceil(fill * patches)
-            return memory_plan(changed, run.trained.cost_model, saved, devices, *sizes)
-
-        planned = plan(config, devices)
-        ways = ways_to_fit(config, devices, room, lambda changed, devices: plan(changed, devices).peak)
+        model, saved = run.trained.cost_model, saved_of_recipe(config)
+        planned, ways = memory_and_ways(config, model, saved, run.ranks.size, room, (slots, patches))
     except HeadwayError:
         return None
     # The fullest moment by its parts, the largest first.
@@ -122,6 +106,9 @@ def planned_ways(run: Run, config: TrainConfig, slots: int, patches: int, total_
         f"fullest in {fullest.name}, and most of that is {largest[0]}, {PARTS[largest[0]]}: {format_bytes(largest[1])} "
         f"(then {smaller})"
     )
+    # By the plan it fits as it is: then what the plan does not count is too much, and a smaller pack is the way.
+    if not ways:
+        return f"{expected}, so it fits by the plan: the rest is not tensors of this run, or in fragments."
     # Ways out come gentlest first; where none fits, the smallest stands alone.
     if ways[0].peak_bytes > room:
         return f"{expected}, and no settings that fit; the least is {ways[0]}, {format_bytes(ways[0].peak_bytes)}."
@@ -144,47 +131,6 @@ def held_bytes(run: Run) -> dict[str, int]:
     }
 
 
-def possible_savings(
-    holders: dict[str, int], activations: int, run: Run, config: TrainConfig, phase: LoopPhase
-) -> Iterable[tuple[str, int]]:
-    """Settings that need less memory, each with its estimated effect on this process [bytes].
-
-    Activations are taken to grow with a pack's slots; with recompute, a block's input stays of each block, and all of
-    one block; sharded and offloaded are weights, gradients, moments and averages alike.
-
-    Args:
-        holders: as `held_bytes` gives it.
-        activations: of the pack, what was asked for last included [bytes].
-        run: its model, optimizer and device.
-        config: its settings.
-        phase: with the pack that is computed.
-    """
-    moments = holders["optimizer"]
-    state = holders["weights"] + holders["gradients"] + moments + holders["average"]
-    budget = config.data.tokens_per_pack
-    yield f"data.tokens_per_pack={budget // 2} (from {budget})", activations // 2
-    num_blocks, text = _num_blocks(run.model), run.model.config.get_text_config()
-    slots = 0 if phase.batch is None else phase.batch.workload.slots
-    block_inputs = slots * text.hidden_size * run.precision.compute.itemsize * num_blocks
-    if slots and num_blocks and config.speed.recompute == "full" and config.speed.offload == "none":
-        yield "speed.offload=inputs", block_inputs - block_inputs // num_blocks
-    if slots and num_blocks and config.speed.recompute == "none":
-        yield "speed.recompute=full", max(0, activations - activations // num_blocks - block_inputs)
-    chunk = SpeedConfig().loss_chunk or 0
-    if slots > chunk and config.speed.loss_chunk is None:  # logits and their gradient, in float32
-        yield f"speed.loss_chunk={chunk}", (slots - chunk) * text.vocab_size * 2 * 4
-    yield f"twice the processes that share the weights ({run.ranks.size} train now)", state // 2
-    if run.device.type == "cuda" and run.mesh is not None and not config.parallel.offload:
-        yield "parallel.offload=true", holders["weights"] + moments + holders["average"]
-    if config.optim.state in ("auto", "float32"):
-        yield "optim.state=bfloat16", moments // 2
-        yield "optim.state=8bit", moments * 3 // 4
-    elif config.optim.state == "bfloat16":
-        yield "optim.state=8bit", moments // 2
-    if run.ema is not None:
-        yield "no optim.ema", holders["average"]
-
-
 def local_bytes(tensors: Iterable[torch.Tensor], device: torch.device) -> int:
     """Memory of this process's slices of tensors on a device; shared storage counts once [bytes]."""
     storages = {}
@@ -204,10 +150,3 @@ def asked_bytes(error: BaseException) -> int | None:
     """
     match = _ASKED.search(str(error))
     return int(float(match[1]) * _UNITS[match[2].lower()]) if match else None
-
-
-def _num_blocks(model: PreTrainedModel) -> int:
-    try:
-        return len(blocks(model))
-    except ConfigError:
-        return 0

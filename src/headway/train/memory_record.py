@@ -5,7 +5,6 @@ A CPU has no allocator of its own to ask, and the memory of the whole process sa
 
 import json
 from collections.abc import Collection
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,11 @@ from typing import Any
 import torch
 
 from headway.config import TrainConfig
-from headway.count.activations import SavedByPrecision
 from headway.errors import HeadwayError
 from headway.log.run_files import write_json
-from headway.predict.dry_run import memory_plan
-from headway.predict.planned_lengths import fullest_pack
-from headway.predict.saved_activations import saved_as_trained
+from headway.predict.fitting import memory_plan
+from headway.predict.recipe import fullest_pack
+from headway.predict.saved import saved_of_recipe
 from headway.train.memory_error import held_bytes
 from headway.train.prepare import Run
 
@@ -42,8 +40,7 @@ def record_memory(run: Run, config: TrainConfig, peak_bytes: int) -> Path | None
     cost_model = run.trained.cost_model
     pack = fullest_pack(config, cost_model)
     try:
-        saved = SavedByPrecision(partial(saved_as_trained, config))
-        planned = memory_plan(config, cost_model, saved, run.ranks.size, pack.tokens, pack.patches)
+        planned = memory_plan(config, cost_model, saved_of_recipe(config), run.ranks.size, pack.tokens, pack.patches)
     except HeadwayError:
         return None
     # Other processes hold all that is neither free nor reserved by this allocator.

@@ -1,4 +1,4 @@
-"""Build the parts of a run (devices and ranks, model, optimizer, meter, feed), and restore their state."""
+"""Build the parts of a run: devices and ranks, model, optimizer, meter, feed; and bring them to where they left off."""
 
 import math
 import random
@@ -77,7 +77,7 @@ from headway.train.watch import LoopPhase
 
 
 class Place(NamedTuple):
-    """A process's place after a step: the part of a checkpoint that is no tensor.
+    """Where a process stands after a step: what a checkpoint holds of it besides tensors.
 
     Attributes:
         step: number of the step.
@@ -129,7 +129,7 @@ class Run:
 
     @property
     def sequence_group(self) -> ProcessGroup | None:
-        """The processes that share this process's packs; None where this process computes its packs alone."""
+        """The processes that compute each of this one's packs with it; None where it computes them alone."""
         return _sequence_group(self.mesh)
 
     def describe(self) -> list[str]:
@@ -145,7 +145,7 @@ class Run:
         return lines + ([f"resumed from {shown(self.checkpoint.folder)}"] if self.checkpoint else [])
 
     def place(self, step: int) -> Place:
-        """This process's place after a step."""
+        """Where this process stands now, after a step."""
         return Place(step, self.feed.state_dict(), random_state())
 
     def write_model(self, folder: Path) -> None:
@@ -159,7 +159,7 @@ class Run:
 
 
 def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folder: RunFolder) -> Run:
-    """Build the parts of a run, and restore their state from the newest checkpoint.
+    """Build the parts of a run and bring them to where the newest checkpoint left them.
 
     Args:
         config: everything there is to say.
@@ -327,7 +327,7 @@ def _seed_everything(seed: int) -> None:
 
 
 def _held_out(parts: RunParts, objective: Objective) -> tuple[EvalSet | None, GenerationEval | None]:
-    """The held-out samples for the loss, and the held-out samples to be answered; None if not asked for."""
+    """The held-out samples whose loss is measured, and those of them that are answered; None where not asked for."""
     config, encoder, ranks = parts.config, parts.encoder, parts.ranks
     if config.data.eval is None or not config.eval.evaluates:
         return None, None
@@ -349,7 +349,7 @@ def _held_out(parts: RunParts, objective: Objective) -> tuple[EvalSet | None, Ge
 
 
 def _length(config: TrainConfig, feed: Feed, checkpoint: Checkpoint | None) -> tuple[int, tuple[str, ...]]:
-    """Steps of the whole run, with the steps before a resume, and notes for the start."""
+    """Steps of the whole run, those before a resume included, and what is to be told of settings that they outdo."""
     limit, done = config.optim.steps, checkpoint.step if checkpoint is not None else 0
     left, notes = feed.steps_left(None if limit is None else limit - done), list[str]()
     if left is None:
@@ -458,7 +458,7 @@ def _facts(run: Run) -> dict[str, Any]:
 def _with_encoder(
     config: TrainConfig, trained: Trained, checkpoint: Checkpoint | None
 ) -> tuple[Encoder, Trained, tuple[str, ...]]:
-    """The encoder of a run, the model with ledgers of the encoder's samples, and a line on prompts for the start."""
+    """The encoder of a run, the model with ledgers of what it encodes, and a line on prompts for the start."""
     encoder = _encoder(config, trained.model, checkpoint)
     apart = prepare_encoder(config, trained.model, trained.cost_model, encoder)
     return encoder, trained.under_splits() if encoder.shares_prompts else trained, apart

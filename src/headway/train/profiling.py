@@ -91,7 +91,7 @@ class ProfileWindow(ProfiledSteps):
         return self._is_over
 
     def compare_with(self, times: Iterable[StepTime]) -> None:
-        """Take in the times of the steps before the window, for a window that did not watch these steps."""
+        """Take in the times of the steps before the window, if it did not watch them itself."""
         self._before.extend(times)
 
     def enter(self, phase: str) -> None:

@@ -85,7 +85,7 @@ def train(config: TrainConfig, *, resume: bool | None = False, is_smoke: bool = 
 
 
 def _run(config: TrainConfig, run: Run, phase: LoopPhase, start_ns: int) -> RunSummary:
-    """Take the steps of a run, and sum up their results."""
+    """Take the steps of a run, and sum up what they gave."""
     with (
         _outputs(config, run, start_ns) as out,
         _profile(config, run, phase, out),
@@ -154,7 +154,7 @@ def _run(config: TrainConfig, run: Run, phase: LoopPhase, start_ns: int) -> RunS
 
 @contextmanager
 def _set_up_kept() -> Iterator[None]:
-    """Exempt the set-up's objects from Python's garbage collection, because they stay for the whole run.
+    """Have Python's collections of garbage pass over what the set-up made, as it stays for the whole run.
 
     A million objects, of imports mostly, take a third of a second to go through, in the middle of a rank's step. What
     steps make is collected as ever. Source: gc.freeze in the documentation of Python.
@@ -171,7 +171,7 @@ def _set_up_kept() -> Iterator[None]:
 
 
 def _bills(config: TrainConfig, run: Run, end: LoopEnd) -> list[dict[str, Any]]:
-    """Bills of the last step by the rules of other tools; empty where the rules cannot."""
+    """The last step as other tools' rules bill it; none where they cannot."""
     bills: list[dict[str, Any]] = []
     with run.meter.boundary.guard("The bill of the last step by other tools' rules"):
         bills += billed_by_conventions(

@@ -133,7 +133,7 @@ class RunFolder:
             self.close()
 
     def follow(self) -> None:
-        """Fill the spool of a run behind a URL from its store, and begin to send the spool's changes.
+        """Bring the spool of a run behind a URL to what the store has, and begin to send what changes in it.
 
         Raises:
             StoreError: the store cannot be read.
@@ -251,7 +251,7 @@ def _unknown_settings(path: Path) -> ConfigError:
 
 
 def is_among(name: str, settings: Collection[str]) -> bool:
-    """Tell whether a setting or its section is among some settings."""
+    """Tell whether a setting, or the section that it is in, is among others."""
     return any(name == other or name.startswith(other + ".") for other in settings)
 
 

@@ -10,7 +10,7 @@ from headway.train.recorder import StepRecorder
 
 
 class LastStep:
-    """Saves the steps of a run on request, and the last complete step when an error ends the run.
+    """Saves the steps of a run: those that it is told to, and the last complete one when an error ends the run.
 
     An error that comes between two updates leaves weights and optimizer as the step before made them; with the place in
     the data and the random generators as they were then, that step is as good as one that was saved at once. So it is

@@ -52,7 +52,7 @@ class Small:
 
     @property
     def folder(self) -> Path:
-        """Folder of the model, the data and the run."""
+        """Where model, data and run lie."""
         return self.config.run.folder.parent
 
 

@@ -30,7 +30,7 @@ class Flags(NamedTuple):
 
     @classmethod
     def total(cls, flags: Sequence["Flags"]) -> "Flags":
-        """Flags of all processes together: data end once they end for all; for other flags one process is enough."""
+        """All of them together: the data have ended once they have for all; of the rest, one process is enough."""
         return cls(
             all(own.has_ended for own in flags),
             max(own.stop_signal for own in flags),

@@ -80,7 +80,7 @@ class DeviceNumbers:
         return torch.cat([self.loss_S, self.term_M, self.recompiles_1, self.grad_norm_1, self.router_3])
 
     def arriving(self) -> Callable[[], StepNumbers]:
-        """Send the numbers to the host; returns their reader, which waits until the device has passed them."""
+        """Send the numbers to the host; returns what reads them, and waits where the device has not passed them."""
         sizes = [len(self.loss_S), len(self.term_M), 1, 1, len(self.router_3)]
         copy = HostCopy(self.vector())
 
@@ -116,7 +116,7 @@ class StepSums:
             self.add_terms(pack.terms)
 
     def add_terms(self, sums: Mapping[str, torch.Tensor]) -> None:
-        """Add to further sums by their names; sums without a value stay as they are.
+        """Add to further sums by their names; those that are not named stay as they are.
 
         Raises:
             ConfigError: the objective has not said before that it has a sum of such a name.

@@ -3,8 +3,8 @@
 import pytest
 
 from headway.devices import named_device
-from headway.predict.dry_run import plan_packs
 from headway.predict.forecast import Forecaster
+from headway.predict.packs import plan_packs
 from headway.predict.speeds import Speeds
 from headway.predict.tune.space import admitted
 

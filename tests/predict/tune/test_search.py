@@ -8,7 +8,8 @@ import pytest
 
 from headway.errors import DataError, PlanError
 from headway.packing.lengths import LengthTable
-from headway.predict.dry_run import memory_plan, plan_packs
+from headway.predict.fitting import memory_plan
+from headway.predict.packs import plan_packs
 from headway.predict.tune import distinct, front
 from headway.predict.tune.search import PricedLengths
 from headway.predict.tune.space import admitted

@@ -7,11 +7,11 @@ import yaml
 from headway.config import load_config
 from headway.errors import ConfigError, PlanError
 from headway.packing.lengths import LengthTable
+from headway.predict.recipe import assignment
 from headway.predict.tune.space import (
     LEFT,
     Space,
     admitted,
-    assignment,
     changes,
     differences,
     parse_step_tokens,

@@ -1,4 +1,4 @@
-"""The blocks of a mixture of transformers: every weight exists twice, and a token's kind decides between the two.
+"""The blocks of a mixture of transformers: every weight exists twice, and what a token is decides which copy it uses.
 
 Hidden states lie in the order of the copies: first the understood tokens, then the latent patches, so that each copy
 works on one piece. Only attention, which is one call over all tokens, puts them into the order of the pack.

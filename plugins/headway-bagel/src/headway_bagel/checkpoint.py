@@ -34,7 +34,7 @@ _SCALE, _SHIFT = 0.3611, 0.1159  # scale and shift of FLUX's latents: modeling/a
 
 
 def read_checkpoint(folder: Path, target: Path) -> str:
-    """Write a model folder as `import_bagel` does; returns a line on the folder's content."""
+    """Write a model folder as `import_bagel` does; returns a line that says what it holds."""
     config = import_bagel(folder, target)
     text = config.text_config
     return (

@@ -1,4 +1,4 @@
-"""Bills of Bagel by its own trainer and by other tools, and the models of the family that ship with ledgers."""
+"""Bagel as its own trainer and others bill it, and the models of its family that ship with their ledgers."""
 
 import tomllib
 from pathlib import Path

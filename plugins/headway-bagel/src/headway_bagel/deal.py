@@ -81,7 +81,7 @@ def _owners(arguments: dict[str, Any], degree: int) -> torch.Tensor:
 
 
 def _renumbered(rows: torch.Tensor, mine: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-    """Keep a process's own rows, renumbered for that process."""
+    """Keep the rows that are a process's own, as it numbers them."""
     return number[rows[mine[rows]]]
 
 

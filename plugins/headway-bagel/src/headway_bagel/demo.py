@@ -260,7 +260,7 @@ DEMOS = {
 
 
 def sections(folder: Path) -> list[ReportSection]:
-    """Sections of a run's page with the demo's drawn digits, and the shares that readers recognised."""
+    """Show on a run's page what the demo had its model draw, and who read it as what was asked for."""
     file, picture = folder / f"{DRAWN}.json", folder / f"{DRAWN}.png"
     judged = as_object(file.read_bytes()) if file.is_file() else None
     digits = (judged or {}).get("digits")

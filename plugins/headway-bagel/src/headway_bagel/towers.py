@@ -16,7 +16,7 @@ from transformers.models.siglip.modeling_siglip import (
 
 
 def for_backend(mask: Any, config: Any, dtype: torch.dtype) -> Any:
-    """Write a boolean mask as numbers for eager attention, which adds its mask; leave the mask as it is otherwise."""
+    """Write a boolean mask as numbers for eager attention, which adds its mask; leave it to others as it is."""
     if config._attn_implementation != "eager":
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)

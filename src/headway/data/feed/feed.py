@@ -211,7 +211,7 @@ class Feed(ABC):
         self._pool.close()
 
     def padding(self) -> Batch:
-        """A pack without a sample, for a rank whose data have ended before the data of other ranks."""
+        """A pack without a sample, for a rank whose data have ended before the others'."""
         return self._maker([]).batch
 
     def with_blanks(self, batch: Batch, wanted: Kinds) -> Batch:
@@ -230,7 +230,7 @@ class Feed(ABC):
         return ()
 
     def steps_left(self, most: int | None) -> int | None:  # noqa: ARG002 - for those who can count
-        """Steps until the data end, counted up to `most`; None if the data never end, or their end is not known."""
+        """Steps until the data end, counted up to `most`; None if they never do, or it is not known beforehand."""
         return None
 
     @property

@@ -273,7 +273,7 @@ class Lane:
             self._skip(sample)
 
     def _measure(self, buffered: BufferedSample) -> None:
-        """Measure a sample and hand it to the packer; the policy for overlong samples decides on a larger one."""
+        """Measure a sample and hand it to the packer; one that exceeds a pack by the policy for those."""
         streaming, budget = self._streaming, self._streaming.budget
         try:
             # Lengths without decoding media; a sample that cannot be read is skipped, an empty one dropped.

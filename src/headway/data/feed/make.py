@@ -83,7 +83,7 @@ class FinishedPack(NamedTuple):
 
 
 class RowRule:
-    """Rule for the rows that an objective learns from; by default every row that holds something to learn.
+    """Rows that an objective learns from, and what it needs beside their tokens; here those that are all right.
 
     An objective with another rule gives a subclass, which is pickled for the workers.
     """
@@ -113,7 +113,7 @@ class RowRule:
         self,
         others: Sequence[Sequence[EncodedSample]],  # noqa: ARG002 - for subclasses
     ) -> list[EncodedSample] | None:
-        """The samples of a second pack, `Batch.companion`, made from the `others` of each row; None for no pack."""
+        """The samples of a second pack, `Batch.companion`, from what `others` gave of each row; None for no pack."""
         return None
 
     def without_companions(self) -> "RowRule":

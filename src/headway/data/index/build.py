@@ -1,4 +1,4 @@
-"""Making a length index in parallel; an index that was stopped goes on, and one that is there is read.
+"""Making a length index: in parallel, going on where it was stopped, and at once if it is there already.
 
 The work is cut into units, ranges of rows that are measured apart; each finished unit is a file of its own.
 """
@@ -34,7 +34,7 @@ from headway.report import format_bytes
 from headway.version import __version__
 
 Progress = Callable[[int, int, int], None]
-"""Function that takes the rows measured, all rows, and the bad rows among the measured."""
+"""Told the rows measured, all rows, and the bad ones among those measured."""
 
 STOP = BadSamples("error")
 
@@ -173,7 +173,7 @@ class _Span:
     start: int = 0
 
     def joined(self, after: "_Span") -> "_Span | None":
-        """This span and the next span joined; None unless the next one follows in the same place."""
+        """This span and the one behind it as one; None where they have not one place."""
         follows = self.path == after.path and (self.path is None or self.start + len(self.rows) == after.start)
         return _Span(range(self.rows.start, after.rows.stop), self.path, self.start) if follows else None
 
@@ -198,7 +198,7 @@ def _file_keys(job: IndexJob) -> list[str]:
 
 
 def _spans(job: IndexJob, *, reuse: bool) -> list[_Span]:
-    """Cut the rows into spans: spans that other indices hold unchanged, and spans to be measured."""
+    """Cut the rows into spans: those of files that other indices hold as they are now, and those to be measured."""
     files = [range(*ends) for ends in pairwise(job.source.starts)]
     places: dict[str, tuple[Path, range]] = {}
     indices = [path for path in job.folder.parent.glob(f"*/{INDEX_FILE}") if reuse and path != job.index_file]
@@ -248,7 +248,7 @@ def _make(job: IndexJob, workers: int | None, progress: Progress, policy: BadSam
 
 
 def _finish(job: IndexJob, units: Sequence[range], workers: int | None) -> Iterator[range]:
-    """Yield every finished unit, first the units of an earlier run."""
+    """Yield every unit as it is finished: first those of an earlier run."""
     missing = []
     for unit in units:
         if job.has(unit):

@@ -80,7 +80,7 @@ class KnownEncoder:
 
     @property
     def fingerprint(self) -> str | None:
-        """The encoder's stored fingerprint; None if none is stored, and the encoder must be opened."""
+        """`Encoder.fingerprint()` as it was; None if it is not known and the encoder must be opened."""
         if self._digest is None:
             return None
         try:
@@ -103,7 +103,7 @@ def _home(cache: Path | None) -> Path:
 
 
 def _digest(model: str, settings: dict[str, Any]) -> str | None:
-    """Digest of an encoder's files and settings; None if only an opened encoder can tell."""
+    """Digest of all that an encoder is made from; None where that cannot be told without opening it."""
     folder = _folder(model)
     if folder is None or (folder / "adapter_config.json").exists():  # an adapter's base model lies elsewhere
         return None
@@ -131,7 +131,7 @@ def _digest(model: str, settings: dict[str, Any]) -> str | None:
 
 
 def _folder(model: str) -> Path | None:
-    """The folder with the encoder's files; None for a Hub model whose copy here may not be the newest."""
+    """The folder whose files make the encoder; None for a Hub model whose copy here may not be the newest."""
     try:
         path = Path(located(model))
     except HeadwayError:

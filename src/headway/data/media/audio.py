@@ -19,7 +19,7 @@ from headway.errors import DataError
 
 
 class Sound:
-    """A sound and its length.
+    """A sound, of which the length is known.
 
     Headers of PCM and FLAC tell it exactly. Those of compressed kinds only estimate it, so these are decoded.
 
@@ -155,7 +155,7 @@ class SoundFeatures:
 
 
 class _LengthsOnly:
-    """Stand-in for a feature extractor: gives each sound's number of frames, and makes no frame."""
+    """In place of a feature extractor: says how many frames each sound has, and makes none."""
 
     def __init__(self, extractor: WhisperFeatureExtractor) -> None:
         self._extractor = extractor

@@ -98,7 +98,7 @@ def _stored(media: Media, reason: BaseException) -> str:
 
 
 class Picture:
-    """An opened image; only its header has been read.
+    """An opened image, of which only the header has been read.
 
     Of an animated file this is the first frame. EXIF orientations are applied, transparency is laid over white, and
     16-bit grey is scaled to 8 bits.
@@ -226,7 +226,7 @@ def _opened(file: BinaryIO) -> Pillow.Image:
 
 
 def _without_texts(file: BinaryIO) -> BinaryIO:
-    """A PNG without its texts, such as the workflow that drew it; texts that may turn the image stay."""
+    """A PNG without its texts, such as the workflow that drew it; those that may turn it stay."""
     with file:
         file.seek(0)
         copy = BytesIO()

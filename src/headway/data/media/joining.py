@@ -25,7 +25,7 @@ class Joining(NamedTuple):
 
 
 class Joinable(NamedTuple):
-    """One sample's tensor, and the rule that joins it to the tensors of other samples.
+    """One sample's tensor and how it joins others.
 
     Attributes:
         tensor_X: as the model's processor gives it.

@@ -82,7 +82,7 @@ class OpenedMedia:
         }
 
     def rope_arguments(self) -> dict[str, Any]:
-        """The arguments of the model's rule of positions: sizes of media, and the values that belong to them."""
+        """The sizes, and what goes with them, as the model's rule of positions takes them."""
         arguments: dict[str, Any] = {}
         for name, opened in self.kinds.items():
             if opened.sizes:
@@ -92,7 +92,7 @@ class OpenedMedia:
 
 @dataclass(frozen=True)
 class Opening:
-    """Settings for opening the media of a chat.
+    """Where the media of a chat are opened, and for what.
 
     Attributes:
         where: the chat's place, for messages.
@@ -124,7 +124,7 @@ def _open_patches(images: ImagePatches, media: Sequence[Media], at: Opening) -> 
 
 
 def _open_processed(processed: ProcessedImages, media: Sequence[Media], at: Opening) -> OpenedKind:
-    """Open images and let the model's processor make their tensors."""
+    """Open images whose tensors are as the model's processor gives them."""
     pictures = tuple(at.files.enter_context(Picture(item, at.where, at.max_pixels)) for item in media)
     tensors: Mapping[str, Joinable] = {}
     with foreign(partial(refused, at.where, "an image")):

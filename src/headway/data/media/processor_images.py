@@ -164,7 +164,7 @@ class ProcessedImages:
         return lengths
 
     def prompt(self, text: str) -> str:
-        """A prompt with everything that the processor adds, except the text in place of images."""
+        """A prompt with all that the processor adds to it, but for what stands in place of its images."""
         images = text.count(self._word)
         if not self.rewrites_prompts or not images:
             return text
@@ -213,7 +213,7 @@ class ProcessedImages:
             return False
 
     def _run(self, samples: list[list[Pillow.Image]], text: list[str] | None = None, **options: Any) -> "_Run":
-        """Run the processor, and note the text that it would write in place of placeholders.
+        """Run the processor, and note what it would write in place of placeholders.
 
         Args:
             samples: pictures of each text.

@@ -23,7 +23,7 @@ _OF_SIZE = ("size", "crop_size", "do_resize", "do_center_crop")
 
 @dataclass(frozen=True)
 class MediaSizes:
-    """Bounds on a model's images and videos; None for the bounds of the model's folder.
+    """Bounds on what a model reads of images and videos; None for those of its folder.
 
     Attributes:
         min_pixels: least of an image, as its processor counts them; smaller ones are enlarged [pixels].
@@ -55,7 +55,7 @@ class MediaSizes:
         return cls(**{part.name: getattr(settings, part.name) for part in fields(cls)})
 
     def write_into(self, processor: Any) -> None:
-        """Give a processor the bounds as its own, for all that it reads and saves.
+        """Give a processor the bounds, as its own: whatever it reads, and saves, follows them.
 
         Raises:
             ConfigError: a bound that the processor does not have, or that cannot hold beside its others.
@@ -162,7 +162,7 @@ def _patches(images: Any, picture: Pillow.Image) -> int:
 
 
 def _own_settings(images: Any) -> str:
-    """The settings of an image processor that bound the size of an image, by its own class's names."""
+    """The settings of an image processor that say how large it reads, as its own class names them."""
     from transformers.processing_utils import ImagesKwargs
 
     own = getattr(getattr(images, "valid_kwargs", None), "__annotations__", {}).keys() - ImagesKwargs.__annotations__

@@ -27,7 +27,7 @@ _OPTIONS = {"protocol_whitelist": "none"}
 
 @contextmanager
 def av_container(media: Media) -> Iterator[Any]:
-    """A file opened by PyAV; its header has been read.
+    """A file opened by PyAV, of which the header has been read.
 
     PyAV is imported here, where a video or sound is first opened: text and images are trained without it.
 
@@ -61,7 +61,7 @@ def first_stream(container: Any, kind: str) -> Any:
 
 
 class Clip:
-    """A video; its header and first frame have been read.
+    """A video, of which the header and the first frame have been read.
 
     Frames are counted as they are shown, one after the other, whatever their times; frames per second are the mean.
     Rotations by quarter turns are applied.
@@ -150,7 +150,7 @@ class Clip:
 
 
 class PictureClip:
-    """A video as pictures of its frames, whose headers have been read; a model reads all of the pictures.
+    """A video as pictures of its frames, of which the headers have been read. A model reads all of them.
 
     Args:
         media: the pictures and their rate.
@@ -219,7 +219,7 @@ def _count_frames(container: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SampledClip:
-    """A video, and the frames that the model reads.
+    """A video and what the model reads of it.
 
     Attributes:
         clip: the video.

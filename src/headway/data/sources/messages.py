@@ -25,13 +25,22 @@ from headway.data.sources.references import FRAMES_PER_S, KINDS, MEDIA_KEYS, Row
 from headway.data.sources.text_rows import shortened
 from headway.errors import DataError
 
-_SPEAKERS_OF = {
-    "system": "system developer",
-    "user": "user human",
-    "assistant": "assistant gpt model bot function_call tool_call",
-    "tool": "tool observation function_response tool_response",
+SPEAKERS = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+    "function_call": "assistant",
+    "tool_call": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+    "tool_response": "tool",
 }
-SPEAKERS = {speaker: role for role, speakers in _SPEAKERS_OF.items() for speaker in speakers.split()}
 """Roles and speakers in the words of OpenAI, ShareGPT, LLaMA-Factory, Gemma and ms-swift, and the roles they have here.
 
 Capitals do not matter.
@@ -150,23 +159,22 @@ class _Turns:
         else:
             calls = _tool_calls(json_value(turn.get("tool_calls") or [], "tool_calls"), where, self._names)
         thoughts = _reasoning(turn, role, where)
-        parts = () if content is None and (calls or thoughts) else self._parts(content, role, where)
-        return Message(role, parts, calls, name, thoughts, learnt)
-
-    def _parts(self, content: Any, role: str, where: str) -> tuple[Part, ...]:
+        if content is None and (calls or thoughts):
+            return Message(role, (), calls, name, thoughts, learnt)
         if (words := words_of(content)) is not None:
-            return split_markers(words, self._markers, self._media)
+            return Message(role, split_markers(words, self._markers, self._media), calls, name, thoughts, learnt)
         # A tool's answer may be a value, which templates write as JSON.
         is_value = isinstance(content, dict) or (isinstance(content, list) and not all(map(_kind_of_part, content)))
         if role == "tool" and is_value:
-            return (TextPart(json.dumps(content, ensure_ascii=False)),)
+            return Message(role, (TextPart(json.dumps(content, ensure_ascii=False)),), calls, name, thoughts, learnt)
         if not isinstance(content, list):
             raise DataError(f'{where}: "content" is {shortened(content)}, but it must be a string or a list of parts.')
         for part in content:
             if isinstance(part, dict) and learning_keys(tuple(part)):
                 check_part(part, where)
         spoken = (part for part in content if not _is_thinking(part))
-        return tuple(part for item in spoken for part in _read_part(item, self._media, self._markers, where))
+        parts = tuple(part for item in spoken for part in _read_part(item, self._media, self._markers, where))
+        return Message(role, parts, calls, name, thoughts, learnt)
 
 
 def _with_role(turn: Any, where: str) -> Any:
@@ -178,21 +186,8 @@ def _with_role(turn: Any, where: str) -> Any:
 
 
 def rounds_as_turns(entries: Iterable[Any]) -> list[Any]:
-    """Turns, of which some may be written as rounds of two, {"user": words, "assistant": words}.
-
-    Source: the_cauldron's and FineVision's `texts`; ms-swift's `conversation`, whose user is called human.
-    """
-    turns = []
-    for entry in entries:
-        if keys := round_keys(tuple(entry)) if isinstance(entry, dict) else ():
-            marks = {key: value for key, value in entry.items() if key not in keys}
-            question, answer = (
-                {"role": role, "content": entry[key]} for role, key in zip(("user", "assistant"), keys, strict=True)
-            )
-            turns += [question, marks | answer]
-        else:
-            turns.append(entry)
-    return turns
+    """Turns, of which some may be written as rounds of two."""
+    return [turn for entry in entries for turn in _turns_of_round(entry)]
 
 
 def speaks_as(turn: Any) -> str | None:
@@ -205,6 +200,19 @@ def speaks_as(turn: Any) -> str | None:
         return None
     speaker = turn.get("role", turn.get("from", "user" if round_keys(tuple(turn)) else None))
     return SPEAKERS.get(speaker.lower()) if isinstance(speaker, str) else None
+
+
+def _turns_of_round(turn: Any) -> list[Any]:
+    """The two turns of a round, {"user": words, "assistant": words}; any other turn as it is.
+
+    Source: the_cauldron's and FineVision's `texts`; ms-swift's `conversation`, whose user is called human.
+    """
+    keys = round_keys(tuple(turn)) if isinstance(turn, dict) else ()
+    if not keys:
+        return [turn]
+    marks = {key: value for key, value in turn.items() if key not in keys}
+    question, answer = (turn[key] for key in keys)
+    return [{"role": "user", "content": question}, {**marks, "role": "assistant", "content": answer}]
 
 
 def turns_of(value: Any, name: str) -> list[Any]:

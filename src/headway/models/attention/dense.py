@@ -1,4 +1,4 @@
-"""Attention written out (scores, mask, softmax) for the masks that kernels lack; slower than the kernels.
+"""Attention written out (scores, mask, softmax), slower than the kernels, for what they do not have.
 
 That is: soft-capped scores, attention dropout, padded rows and generation from a cache. Tensor letters as in
 `attention`.

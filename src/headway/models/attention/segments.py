@@ -24,7 +24,7 @@ _SMALLEST_BLOCK = 64  # queries per kernel call in a narrow window; below it the
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Places of the segments of one length: a slice if the segments touch, else the indices of their slots."""
+    """Segments of one length: where they lie, as a slice if they touch, else as indices of their slots."""
 
     length: int
     count: int

@@ -193,7 +193,7 @@ def _in_order(
 
 
 def _runs_flex(x: torch.Tensor) -> bool:
-    """Tell whether FlexAttention can compute the pack: on a CPU FlexAttention has no backward."""
+    """Tell whether FlexAttention computes it: on a CPU it has no backward."""
     return x.is_cuda
 
 

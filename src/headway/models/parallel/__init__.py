@@ -1,4 +1,4 @@
-"""Models over several processes: the mesh of the processes (`mesh`), and FSDP2 over the mesh (`shard`).
+"""Models over several processes: the mesh they form (`mesh`) and FSDP2 over it (`shard`).
 
 `headway.packing.mesh` says how many processes each kind of parallelism takes, `build_mesh` makes the groups,
 `shard_model` lays the parameters over them, and `gradient_norm` is right for parameters on any of these meshes.

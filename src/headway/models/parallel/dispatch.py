@@ -1,4 +1,4 @@
-"""Send slots to the processes that hold their experts, each slot once, and send the sums of the results back.
+"""Carry slots to the processes that keep their experts, each once, and the sums of what these made of them back.
 
 Tensor letters: T slots of this process, K experts a slot, I = T x K items (a slot at one of its experts), S rows that
 this process sends (one for each slot and process that keeps experts of it), R rows and M items that it receives,
@@ -110,7 +110,7 @@ class Transfer:
         self._pending: list[tuple[Any, torch.Tensor]] = []
 
     def start(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Send tensors; the returned tensors are filled once `finish` has taken them."""
+        """Send tensors; what is returned is filled once `finish` has taken it."""
         arriving: tuple[torch.Tensor, ...] = _Start.apply(self, *tensors)  # type: ignore[no-untyped-call]  # torch's own
         return arriving
 
@@ -120,7 +120,7 @@ class Transfer:
         return arrived
 
     def send(self, tensors: tuple[torch.Tensor, ...], learns: tuple[bool, ...]) -> tuple[torch.Tensor, ...]:
-        """Begin to send tensors, some of which need gradients; rows of other processes arrive in the returned ones."""
+        """Begin to send tensors, of which some need gradients; other processes' rows arrive in what is returned."""
         self._learns = learns
         return tuple(self._send(rows, *sizes) for rows, sizes in zip(tensors, self._sizes, strict=True))
 
@@ -149,7 +149,7 @@ class Transfer:
 def all_to_all(
     out: torch.Tensor, rows: torch.Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup
 ) -> Any:
-    """Begin to exchange consecutive rows with the processes of a group; the returned handle waits for the rows."""
+    """Begin to exchange consecutive rows with the processes of a group; what is returned waits for them."""
     return dist.all_to_all_single(out, rows, received, sent, group=group, async_op=True)
 
 

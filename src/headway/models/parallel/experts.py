@@ -56,7 +56,7 @@ def spread_experts(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 
 
 class SharedPath:
-    """A module beside the experts that reads the experts' input, and computes while rows are on their way.
+    """A module beside the experts that reads what they read: it computes while rows are on their way.
 
     Args:
         module: called behind the experts; its `forward` then hands over what was computed ahead.

@@ -57,7 +57,7 @@ class Ranks:
 
     @property
     def bills(self) -> bool:
-        """True if this process counts its packs: of the processes that share packs, the first counts."""
+        """True if this process counts its packs: the first of those that share them does."""
         return self.rank % self.sequence == 0
 
     def gather(self, value: T) -> list[T]:
@@ -94,7 +94,7 @@ class Ranks:
         return cast(T, value)
 
     def after_first(self, act: Callable[[], T]) -> T:
-        """Call a function on the first process, then on the rest, which read the first one's results in the cache.
+        """Call a function on the first process, then on the others, which find in the cache what it left there.
 
         Raises:
             HeadwayError: what it raised on the first process, on all of them.
@@ -115,7 +115,7 @@ class Ranks:
 
 
 def own_rank() -> int:
-    """Rank of this process in the run, also before the process has joined its group.
+    """This process among all of the run, also before it has joined them.
 
     Raises:
         UsageError: as for `launched`.

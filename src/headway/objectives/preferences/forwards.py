@@ -7,7 +7,7 @@ from headway.config import TrainConfig
 from headway.count import CostModel
 from headway.count.adapters import is_adapter
 from headway.objectives.preferences.settings import PreferenceConfig
-from headway.predict.frozen_forward import FrozenForward
+from headway.predict.recipe import FrozenForward
 
 
 def forward_of(config: TrainConfig, cost_model: CostModel) -> FrozenForward | None:

@@ -1,4 +1,4 @@
-"""Losses of preferences: functions of the log-probabilities that the policy and a reference give answers.
+"""Losses of preferences: functions of the log-probabilities of answers, and of what a reference gives them.
 
 `LOSSES` names them; a new one is a function here and a row of `settings.PAIR_LOSSES`. What a pack's
 slots are weighed by follows from the slope of the loss along each answer's log-probability, so that the output layer
@@ -168,7 +168,7 @@ LOSSES: Mapping[str, PairFunction] = {
 """Losses of pairs by their names; `settings.PAIR_LOSSES` has their papers and settings."""
 
 REWARDED_PER_TOKEN = ("orpo", "simpo")
-"""Losses whose rewards are means over an answer's targets; rewards of other losses are sums."""
+"""Losses whose rewards are means over an answer's targets; those of all others are sums."""
 
 SCORED = ("reward",)
 """Losses of the scores of a reward model, read at the last token of each answer."""

@@ -50,7 +50,7 @@ PAIR_TERMS = ("nll", "reward_chosen", "reward_rejected", "right", "log_p_chosen"
 reference), pairs whose better answer has the larger reward, and log-probabilities of the answers [nats]."""
 
 SCORE_TERMS = PAIR_TERMS[1:4]
-"""Terms of a reward model, whose rewards are its scores."""
+"""Those of a reward model, whose rewards are its scores."""
 
 UNPAIRED_TERMS = ("reward_chosen", "reward_rejected", "log_p_chosen", "log_p_rejected", "desirable", "kl", "mismatched")
 """Sums over answers that are wished for (chosen) and not (rejected): rewards, log-probabilities [nats], and how many
@@ -207,7 +207,7 @@ class Preferences(Objective):
         return {"loss": loss, "objective": "preference", "preference": means}
 
     def first_fault(self, record: Mapping[str, Any]) -> str:
-        """Describe the fault of a first step whose policy and reference are not one function; "" without a fault."""
+        """Say what is wrong with a run's first step if policy and reference are not of one function; "" if they are."""
         pairs = record.get("preference")
         if self._reference is None or pairs is None:
             return ""
@@ -321,7 +321,7 @@ def _of_pairs(sums: Mapping[str, float], share: StepShare) -> dict[str, Any]:
 
 
 def _of_answers(sums: Mapping[str, float], rows: int) -> dict[str, float | None]:
-    """Means for a loss of single answers: over the desirable answers, and over the undesirable ones."""
+    """Likewise where each answer counts by itself: means over those that are wished for, and over the others."""
     desirable = round(sums["desirable"])
     means = {
         f"{name}_{kind}": sums[f"{name}_{side}"] / count if count else None

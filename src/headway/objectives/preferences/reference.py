@@ -276,7 +276,7 @@ def _copy(folder: Path, source: str) -> Path:
 
 
 def _current(source: Source, path: Path) -> Table:
-    """The table of a source, without rows whose pictures, videos or sounds have changed since the table was written."""
+    """The table of a source without rows whose pictures, videos or sounds have changed since it was written."""
     table, marks_path = _fitting(_read(path), len(source)), path.with_name(f"{path.stem}-media.npy")
     before = _read(marks_path, np.uint64)
     before = before if before.shape == (len(source), 2) else np.zeros((len(source), 2), np.uint64)

@@ -5,12 +5,10 @@ best and corrects the rest.
 """
 
 from headway.predict.tune.measure import Trial, corrected, measure
-from headway.predict.tune.search import Candidate, PredictedTime, Search, SearchResult, distinct, front
+from headway.predict.tune.search import Search, SearchResult, distinct, front
 from headway.predict.tune.space import Space, parse_step_tokens, recipe_text
 
 __all__ = [
-    "Candidate",
-    "PredictedTime",
     "Search",
     "SearchResult",
     "Space",

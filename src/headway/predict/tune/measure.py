@@ -21,7 +21,7 @@ import yaml
 from headway.config import TrainConfig, parse_config
 from headway.log.records import read_records
 from headway.log.run_files import METRICS
-from headway.predict.tune.search import Candidate
+from headway.predict.prediction import Prediction
 from headway.safe_path import current_folder_kept_out
 
 Outcome = Literal["measured", "out of memory", "failed", "did not end"]
@@ -99,8 +99,8 @@ def measure(
 
 
 def corrected(
-    candidates: Sequence[Candidate], trials: Mapping[Candidate, Trial]
-) -> list[tuple[Candidate, float, Trial | None]]:
+    candidates: Sequence[Prediction], trials: Mapping[Prediction, Trial]
+) -> list[tuple[Prediction, float, Trial | None]]:
     """Rank choices again by what was measured.
 
     What was measured has its measured rate; the others have the predicted one times the median of measured over
@@ -122,7 +122,7 @@ def corrected(
     burst = [choice.memory.peak for choice, trial in trials.items() if trial.outcome == "out of memory"]
     within = [choice.memory.peak for choice, trial in trials.items() if trial.outcome == "measured"]
     limit = min((size for size in burst if size > max(within, default=0)), default=None)
-    ranked: list[tuple[Candidate, float, Trial | None]] = []
+    ranked: list[tuple[Prediction, float, Trial | None]] = []
     for candidate in candidates:
         trial = trials.get(candidate)
         if trial is not None and trial.flops_per_s is not None:

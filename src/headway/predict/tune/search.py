@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import product
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -20,10 +20,13 @@ from headway.count import CostModel
 from headway.count.activations import SavedActivations
 from headway.errors import ConfigError, DataError, PlanError, UsageError
 from headway.packing.lengths import LengthTable, Numbers
-from headway.packing.mesh import MeshShape
-from headway.predict.dry_run import Packs, memory_plan, plan_packs
+from headway.predict.fitting import memory_plan
 from headway.predict.memory import MemoryPlan
-from headway.predict.tune.space import LEFT, Space, Values, admitted, assignment, changes
+from headway.predict.packs import Packs, plan_packs
+from headway.predict.prediction import Prediction
+from headway.predict.recipe import assignment
+from headway.predict.step_time import StepForecast
+from headway.predict.tune.space import LEFT, Space, Values, admitted, changes
 from headway.report import format_bytes
 from headway.words import Argument
 
@@ -37,66 +40,8 @@ _SHARES_OF_LEFT = (1.0, 0.92, 0.6)  # sizes tried for `memory:SIZE`
 _MIB = 2**20
 
 
-class PredictedTime(Protocol):
-    """Predicted time of a step."""
-
-    @property
-    def step_s(self) -> float:
-        """Seconds of a mean step [s]."""
-
-
-Timer = Callable[[TrainConfig, Packs], PredictedTime]
+Timer = Callable[[TrainConfig, Packs], StepForecast]
 """Predicts the time of a step under a configuration whose packs are planned."""
-
-
-@dataclass(frozen=True, eq=False)
-class Candidate:
-    """One choice of settings.
-
-    Attributes:
-        config: the recipe with these settings.
-        changes: the settings that differ from the recipe's, by their dotted names.
-        shape: how the devices share the work.
-        packs: planned over the lengths.
-        memory: of each device.
-        time: of a step.
-    """
-
-    config: TrainConfig
-    changes: Values
-    shape: MeshShape
-    packs: Packs
-    memory: MemoryPlan
-    time: PredictedTime
-
-    @property
-    def settings(self) -> tuple[str, ...]:
-        """Settings that differ from the recipe's, as `--set` takes them."""
-        return tuple(assignment(name, value) for name, value in self.changes.items())
-
-    @property
-    def step_s(self) -> float:
-        """Predicted seconds of a mean step [s]."""
-        return self.time.step_s
-
-    @property
-    def flops_per_s(self) -> float:
-        """Useful FLOPs of a step over its predicted time, all devices together [FLOP/s]."""
-        return self.packs.flops.total / self.time.step_s
-
-    @property
-    def step_tokens(self) -> int:
-        """Real tokens of a mean step, all devices together [tokens]."""
-        ranks = self.shape.world_size // self.shape.sequence
-        data = self.config.data
-        return round(self.packs.report.fill * data.tokens_per_pack * ranks * self.config.optim.accumulation)
-
-    @property
-    def kind(self) -> tuple[Any, ...]:
-        """Settings in which it differs from more than its neighbours, which differ in details only."""
-        data, optim, shape = self.config.data, self.config.optim, self.shape
-        recompute = self.config.speed.recompute.partition(":")[0]
-        return (data.tokens_per_pack, optim.accumulation, recompute, shape)
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,20 +58,20 @@ class SearchResult:
         seconds: that the search took, wall time [s].
     """
 
-    own: Candidate
-    candidates: tuple[Candidate, ...]
+    own: Prediction
+    candidates: tuple[Prediction, ...]
     tried: int
     fitting: int
     packings: int
     room_bytes: int | None
     seconds: float
 
-    def fits(self, candidate: Candidate) -> bool:
+    def fits(self, candidate: Prediction) -> bool:
         """Tell whether a choice is within the limit."""
         return self.room_bytes is None or candidate.memory.peak <= self.room_bytes
 
     @cached_property
-    def ranked(self) -> tuple[Candidate, ...]:
+    def ranked(self) -> tuple[Prediction, ...]:
         """Choices within the limit, the fastest first."""
         return tuple(candidate for candidate in self.candidates if self.fits(candidate))
 
@@ -175,7 +120,7 @@ class Search:
         start_s = time.perf_counter()
         # the recipe as it is sets how many tokens may be left out
         own = self.own()
-        candidates = sorted(self._candidates(_lost(own.packs)), key=_order)
+        candidates = sorted(self._candidates(_lost(own.work)), key=_order)
         result = SearchResult(
             own, tuple(candidates), self._tried, self._fitting, len(self._packs), self.room_bytes, 0.0
         )
@@ -198,7 +143,7 @@ class Search:
             )
         return replace(result, seconds=time.perf_counter() - start_s)
 
-    def own(self) -> Candidate:
+    def own(self) -> Prediction:
         """The recipe as it is.
 
         Raises:
@@ -210,7 +155,7 @@ class Search:
             packs = self._plan(self.config)
         return self._candidate(self.config, {}, packs, self._memory(self.config, packs))
 
-    def _candidates(self, lost: float) -> Iterator[Candidate]:
+    def _candidates(self, lost: float) -> Iterator[Prediction]:
         table = self.lengths[1]
         for packing in self.space.packings(self.config, self.devices, table):
             packs: Packs | None = None
@@ -244,7 +189,7 @@ class Search:
             )
         ]
 
-    def _timed(self, thrifty: TrainConfig, values: Values, packs: Packs) -> Iterator[Candidate]:
+    def _timed(self, thrifty: TrainConfig, values: Values, packs: Packs) -> Iterator[Prediction]:
         """The choice, if it is near the limit; where it recomputes as little as fits, one for each size tried.
 
         Args:
@@ -275,9 +220,10 @@ class Search:
         sizes = [int(share * left) // _MIB for share in _SHARES_OF_LEFT]
         return [f"memory:{size // 512 / 2}GiB" if size >= 4096 else f"memory:{size}MiB" for size in sizes if size > 0]
 
-    def _candidate(self, config: TrainConfig, changed: Values, packs: Packs, memory: MemoryPlan) -> Candidate:
-        shape = config.parallel.mesh_shape(self.devices)
-        return Candidate(config, changed, shape, packs, memory, self.timer(config, packs))
+    def _candidate(self, config: TrainConfig, changed: Values, packs: Packs, memory: MemoryPlan) -> Prediction:
+        shape, model = config.parallel.mesh_shape(self.devices), self.cost_model
+        time = self.timer(config, packs)
+        return Prediction(config, model.name, shape, model.params, memory, packs, time, changes=changed)
 
     def _planned(self, config: TrainConfig) -> Packs | None:
         """Packs of a configuration, planned once; None where its samples do not fit them."""
@@ -300,8 +246,7 @@ class Search:
 
     def _is_wanted(self, packs: Packs, config: TrainConfig, lost: float) -> bool:
         """Tell whether steps have the size asked for, and no more samples are left out than by the recipe itself."""
-        ranks = self.devices // config.parallel.sequence
-        tokens = packs.report.fill * config.data.tokens_per_pack * ranks * config.optim.accumulation
+        tokens = packs.step_tokens(config, config.parallel.mesh_shape(self.devices))
         is_size = abs(tokens / self.space.step_tokens - 1) <= self.space.tolerance
         return is_size and _lost(packs) <= lost + MORE_LOST
 
@@ -345,28 +290,28 @@ class PricedLengths(LengthTable):
         return np.array(self._costs[cost_model.name])
 
 
-def front(candidates: Sequence[Candidate]) -> list[Candidate]:
+def front(candidates: Sequence[Prediction]) -> list[Prediction]:
     """Choices than which none is both smaller and faster, the smallest first.
 
     Args:
         candidates: any choices.
     """
-    best: list[Candidate] = []
+    best: list[Prediction] = []
     for candidate in sorted(candidates, key=lambda c: (c.memory.peak, -c.flops_per_s)):
         if not best or candidate.flops_per_s > best[-1].flops_per_s:
             best.append(candidate)
     return best
 
 
-def distinct(candidates: Sequence[Candidate], count: int) -> list[Candidate]:
+def distinct(candidates: Sequence[Prediction], count: int) -> list[Prediction]:
     """The first of each kind, so many of them."""
-    first: dict[tuple[Any, ...], Candidate] = {}
+    first: dict[tuple[Any, ...], Prediction] = {}
     for candidate in candidates:
         first.setdefault(candidate.kind, candidate)
     return list(first.values())[:count]
 
 
-def _order(candidate: Candidate) -> tuple[float, int, int]:
+def _order(candidate: Prediction) -> tuple[float, int, int]:
     """The fastest first; where two differ by less than a thousandth, what changes less, then what holds less."""
     return (-round(1000 * math.log(candidate.flops_per_s)), len(candidate.changes), candidate.memory.peak)
 

@@ -20,7 +20,7 @@ from headway.config import TrainConfig, changed_config, load_config
 from headway.config.read import EXTENDS
 from headway.errors import ConfigError, PlanError
 from headway.packing.lengths import LengthTable
-from headway.predict.planned_lengths import policies_of
+from headway.predict.packs import policies_of
 from headway.report.quantity import parse_number
 from headway.words import Argument
 
@@ -209,15 +209,6 @@ def admitted(config: TrainConfig, values: Values) -> TrainConfig | None:
         return changed_config(config, changes(config, values))
     except ConfigError:
         return None
-
-
-def assignment(name: str, value: Any) -> str:
-    """A setting as `--set` takes it.
-
-    >>> assignment("speed.loss_chunk", None)
-    'speed.loss_chunk=null'
-    """
-    return f"{name}={yaml.safe_dump(value, default_flow_style=True).removesuffix('...' + chr(10)).strip()}"
 
 
 def differences(config: TrainConfig, changed: TrainConfig) -> dict[str, Any]:

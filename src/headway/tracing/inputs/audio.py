@@ -141,7 +141,7 @@ class AddedAudio(AudioFeatures):
 
     @classmethod
     def of(cls, model: Any) -> Self | None:
-        """Read the form off a model of sound whose configuration has no token for sound."""
+        """Read the form off a model that hears and whose configuration has no token for what it hears."""
         hears = any(hasattr(type(module), _FEATURES) for module in model.modules())
         has_token = hears and any(hasattr(c, name) for c in subconfigs(model.config) for name in _TOKENS)
         return super().of(model) if hears and not has_token else None

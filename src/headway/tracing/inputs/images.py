@@ -1,4 +1,4 @@
-"""Images whose features the text reads: their places in the text, for every form of input.
+"""Images whose features the text reads: their places in the text, whatever form they are handed over in.
 
 How many text positions an image takes is asked of the model itself (`probe`). The forms are frames of one fixed size
 (`frames`) and patches of images of any size (`patches`).
@@ -93,7 +93,7 @@ class Images(InputForm):
                 self.place(batch, start, [self.positions_of(grid) for grid in grids])
 
     def place(self, batch: dict[str, Any], start: int, lengths: list[int]) -> None:
-        """Put the images' tokens and their marks into the batch."""
+        """Put the images' tokens, and what else tells them from text, into the batch."""
         ids = batch["input_ids"]
         shown = torch.zeros_like(ids)
         for length in lengths:

@@ -257,7 +257,7 @@ class FunctionInputs:
 
 
 class ExampleInputs:
-    """One example of a forward's arguments; its cost is billed per segment of a workload.
+    """One example of a forward's arguments; what it costs is billed per segment of a workload.
 
     Args:
         example: a dictionary by name, or a tuple by position.

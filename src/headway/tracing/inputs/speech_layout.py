@@ -43,7 +43,7 @@ class SpeechLayout:
 
 
 def whole_numbers(config: Any, pattern: str) -> list[int]:
-    """List the whole numbers whose names match a pattern, in a configuration and its inner ones; each once."""
+    """List the whole numbers of a configuration whose names hold a pattern, those inside it included; each once."""
     values = (
         value
         for part in subconfigs(config)

@@ -1,0 +1,304 @@
+"""Packs of a run before it starts, by the planner of training, over its samples' lengths or typical ones.
+
+Lengths come from who calls, or from a recipe's plan section, enough for some steps.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.config import TrainConfig
+from headway.count import CostModel, FlopCount, Workload
+from headway.count.recompute import with_head
+from headway.count.splits import branched
+from headway.errors import ConfigError, PlanError
+from headway.packing import Budget, Items, Order, OverlongCounts, Plan, PlanReport
+from headway.packing.budget import segments_within, square_grid
+from headway.packing.items import Overlong
+from headway.packing.lengths import MIXES, LengthTable, read_lengths
+from headway.packing.measure import report_on
+from headway.packing.mesh import MeshShape
+from headway.predict.recipe import frozen_forward
+from headway.words import Argument
+
+STEPS = 16
+"""Optimizer steps that packs are planned for, as many as a plan's window has at least."""
+
+MOST_SAMPLES = 50_000_000
+"""Samples that are planned at most: two minutes, and 10 GB."""
+
+
+@dataclass(frozen=True)
+class Packs:
+    """Packs planned over typical lengths.
+
+    Attributes:
+        lengths: where the lengths are from.
+        report: fill, balance and mixing.
+        counts: what became of over-long samples.
+        samples_per_pack: mean number of segments in a pack.
+        most_tokens: of the fullest pack [tokens].
+        most_patches: of the pack with the most [patches].
+        padded: tokens and patches of the pack that has the most where all its segments are as long as the longest.
+        mean_patches: of a pack on average [patches].
+        flops: of a mean step, all devices together, by component.
+        epoch_tokens: of all samples once, those that are left out not among them.
+        reference: FLOPs of the forward of a model that does not learn, likewise; None without one.
+    """
+
+    lengths: str
+    report: PlanReport
+    counts: OverlongCounts
+    samples_per_pack: float
+    most_tokens: int
+    most_patches: int
+    padded: tuple[int, int]
+    mean_patches: float
+    flops: FlopCount
+    epoch_tokens: int
+    reference: FlopCount | None = None
+
+    @property
+    def tokens_per_sample(self) -> float:
+        """Tokens that are trained on for each sample of the data, those that are left out among the samples."""
+        return self.epoch_tokens / self.counts.read
+
+    def step_tokens(self, config: TrainConfig, shape: MeshShape) -> float:
+        """Real tokens of a mean step, all devices together [tokens]."""
+        ranks = shape.world_size // shape.sequence
+        return self.report.fill * config.data.tokens_per_pack * ranks * config.optim.accumulation
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        names = ("lengths", "samples_per_pack", "most_tokens", "most_patches", "mean_patches")
+        numbers = {name: getattr(self, name) for name in names}
+        return {**numbers, **self.report.to_dict(), "overlong": self.counts.to_dict()}
+
+
+def plan_packs(
+    config: TrainConfig,
+    cost_model: CostModel,
+    shape: MeshShape,
+    recompute: str,
+    lengths: tuple[str, LengthTable] | None = None,
+) -> Packs | None:
+    """Plan the packs of some steps with the planner that training uses.
+
+    Args:
+        config: the recipe.
+        cost_model: of its model, with what is frozen frozen.
+        shape: how the devices share the work.
+        recompute: blocks to compute again, as `CostModel.count` takes them.
+        lengths: name and table of the samples' lengths; those of the recipe's plan section when None.
+
+    Returns:
+        None where there are no lengths.
+
+    Raises:
+        ConfigError: none of the lengths fits a pack, or too many samples would have to be planned.
+        DataError: a sample exceeds a pack and the policy for those is "error".
+    """
+    named_lengths = lengths or lengths_of(config, cost_model, shape)
+    if named_lengths is None:
+        return None
+    name, table = named_lengths
+    cost_model = cost_model.with_splits() if table.branches else cost_model
+    data, accumulation = config.data, config.optim.accumulation
+    # the planner of training, over one epoch of these lengths
+    budget = Budget(data.tokens_per_pack, data.patches_per_pack, data.samples_per_pack)
+    ranks = shape.data_ranks
+    # Each dataset has a policy of its own for samples that exceed a pack; of mere lengths nobody knows the dataset.
+    parts = {name: part.table for name, part in table.parts.items()}
+    items, counts = Items.build(parts, budget, policies_of(table, data.overlong_of_all), cost_model)
+    if not len(items):
+        raise ConfigError(f"of the lengths {name} none fits a pack of {budget.tokens} tokens; raise it.")
+    order = Order.epochs(items.sizes, 1, seed=data.seed)
+    plan = Plan(items, order, budget, ranks * accumulation, strategy=data.strategy, accumulation=accumulation)
+    steps = [step for step, _ in plan.steps()]
+    report, _ = report_on(steps, items, order, budget, ranks, data.strategy, 0.0)
+    # the last step of an epoch is short, and no mean step is like it
+    full_steps = steps[:-1] or steps
+    chosen = np.concatenate([pack for step in full_steps for pack in step.packs])
+    origins = items.locate(chosen)
+    numbered = [part.rows for part in table.parts.values()]  # rows of the table, dataset by dataset
+    first = np.cumsum([0, *map(len, numbered[:-1])])
+    rows = np.concatenate(numbered)[first[origins.source] + origins.row]
+    assert table.grids is not None
+    assert table.grid_rows is not None
+    grids = table.grids[np.isin(table.grid_rows, rows)]
+    # the FLOPs of all these packs, divided by their steps, are those of a mean step
+    segments_N, splits_N = _segments_of(table, rows, origins.start, origins.stop)
+    work = Workload(segments_N, images=grids, splits=splits_N, packs=len(full_steps) * ranks * accumulation)
+    recompute = with_head(recompute) if config.weighs_losses else recompute
+    count = cost_model.count(work, recompute=recompute).split(len(full_steps))[0]
+    second = frozen_forward(config, cost_model)
+    reference = None if second is None else second.cost_model.count(work).split(len(full_steps))[0]
+    num_packs = sum(len(step.packs) for step in full_steps)
+    # of the largest packs, tokens and patches need not be of the same one
+    most = [
+        max(int(sizes[pack].sum()) for step in full_steps for pack in step.packs)
+        for sizes in (items.tokens, items.patches)
+    ]
+    padded = [
+        max(
+            int(np.count_nonzero(sizes[pack]) * sizes[pack].max(initial=0))
+            for step in full_steps
+            for pack in step.packs
+        )
+        for sizes in (items.tokens, items.patches)
+    ]
+    segments, patches = len(chosen) / num_packs, float(items.patches[chosen].sum()) / num_packs
+    epoch = int(items.tokens.sum())
+    return Packs(
+        name,
+        report,
+        OverlongCounts.of_all(counts.values()),
+        segments,
+        most[0],
+        most[1],
+        (padded[0], padded[1]),
+        patches,
+        count,
+        epoch,
+        reference,
+    )
+
+
+def _segments_of(
+    table: LengthTable, rows: NDArray[Any], start: NDArray[Any], stop: NDArray[Any]
+) -> tuple[NDArray[Any] | list[int], list[list[tuple[str, int]]]]:
+    """List the segments of the pieces of samples in packs; a sample is one piece, or several if it is split.
+
+    Args:
+        table: of the samples' lengths.
+        rows: row of each piece's sample in the table, shape (P,).
+        start: first token of each piece in its sample, shape (P,).
+        stop: the token behind its last, shape (P,).
+
+    Returns:
+        Lengths of the segments [tokens], and their splits, as `Workload` takes them.
+    """
+    if not table.segments and not table.branches:  # a segment each: packs of many devices are tens of millions
+        return stop - start, []
+    lengths, splits = list[int](), list[list[tuple[str, int]]]()
+    for row, first, end in zip(rows.tolist(), start.tolist(), stop.tolist(), strict=True):
+        own = segments_within(table.segments_of(row), first, end) or (end - first,)
+        lengths += own
+        prompt, *answers = table.branches.get(row, [0])
+        splits += [branched(prompt, answers)] if answers else [[] for _ in own]
+    return lengths, splits if table.branches else []
+
+
+def no_lengths() -> PlanError:
+    """Make the error of a step that is to be predicted with neither a file nor a mix of lengths."""
+    return PlanError(
+        "nothing says how long the samples are, without which a step has no work. Give ",
+        Argument("lengths", example="FILE"),
+        ", or set plan.lengths or plan.mix, such as ",
+        Argument("plan.mix", example="chats"),
+        ".",
+    )
+
+
+def lengths_of(
+    config: TrainConfig, cost_model: CostModel, shape: MeshShape, steps: int = STEPS
+) -> tuple[str, LengthTable] | None:
+    """Name and table of the lengths that a recipe's plan section names, enough for some steps; None without any.
+
+    Raises:
+        ConfigError: steps so large that too many samples would have to be planned.
+        DataError: the file of lengths cannot be read.
+    """
+    data, accumulation = config.data, config.optim.accumulation
+    if config.plan.lengths is not None:
+        return read_table(config.plan.lengths, cost_model)
+    if config.plan.mix is None:
+        return None
+    mix = MIXES[config.plan.mix]
+    samples = samples_of(config, shape, mean_of(config.plan.mix), steps)
+    if samples > MOST_SAMPLES:
+        raise ConfigError(
+            f"{shape.data_ranks} ranks x {accumulation} packs of {data.tokens_per_pack} tokens need {samples:,} "
+            f"samples of {mix.name} in {steps} steps, and a dry run plans {MOST_SAMPLES:,} at most. Lower "
+            f"data.tokens_per_pack, optim.accumulation or {Argument('devices')}."
+        )
+    table = mix.lengths(samples)
+    return f"{mix.name}: {mix.description}", table if cost_model.has_vision else _without_media(table)
+
+
+def lengths_in_turn(
+    config: TrainConfig, pattern: tuple[str, LengthTable], shape: MeshShape, steps: int = STEPS
+) -> tuple[str, LengthTable]:
+    """Name and table of samples that repeat a few in turn, enough for some steps, or for as many as can be planned.
+
+    Args:
+        config: the recipe.
+        pattern: name and table of the samples that repeat.
+        shape: how the devices share the work.
+        steps: optimizer steps to have samples for.
+    """
+    name, table = pattern
+    mean = float(np.minimum(table.tokens, config.data.tokens_per_pack).mean())
+    return name, repeated(table, min(MOST_SAMPLES, samples_of(config, shape, mean, steps)), None)
+
+
+def read_table(path: Path, cost_model: CostModel) -> tuple[str, LengthTable]:
+    """Name and table of measured lengths, with a grid for each sample that has patches."""
+    return str(path), _with_grids(read_lengths(path), cost_model)
+
+
+def mean_of(mix: str) -> float:
+    """Mean length of a mix's samples [tokens]."""
+    return float(MIXES[mix].lengths(2000).tokens.mean())
+
+
+def samples_of(config: TrainConfig, shape: MeshShape, mean_tokens: float, steps: int) -> int:
+    """Count the samples of some mean length that fill so many steps, with one more step to choose from."""
+    filled = min(mean_tokens * (config.data.samples_per_pack or np.inf), config.data.tokens_per_pack)
+    return int((steps + 1) * shape.data_ranks * config.optim.accumulation * filled / mean_tokens) + 1000
+
+
+def _with_grids(table: LengthTable, cost_model: CostModel) -> LengthTable:
+    """Give each sample one picture with its number of patches where grids are not known."""
+    if table.grids is not None:
+        return table
+    rows = np.flatnonzero(table.patches)
+    side = int(cost_model.merge_group**0.5)
+    grids = [square_grid(int(patches), side) for patches in table.patches[rows]]
+    return LengthTable(table.tokens, table.patches, np.array(grids, dtype=np.int64).reshape(-1, 3), rows)
+
+
+def _without_media(table: LengthTable) -> LengthTable:
+    none = np.zeros((0, 3), dtype=np.int64)
+    return LengthTable(table.tokens, np.zeros_like(table.patches), none, none[:, 0])
+
+
+def repeated(table: LengthTable, samples: int, seed: int | None) -> LengthTable:
+    """Draw so many samples from a table that has fewer; one that has enough stays as it is.
+
+    Args:
+        table: the samples.
+        samples: how many are wanted at least.
+        seed: of draws with replacement; None to take the rows in turn, each as often as the others.
+    """
+    rows_there = len(table.tokens)
+    if rows_there >= samples:
+        return table
+    if seed is None:
+        rows = np.arange(-(-samples // rows_there) * rows_there) % rows_there
+    else:
+        rows = np.random.default_rng(seed).integers(rows_there, size=samples)
+    return table.take(rows)
+
+
+def policies_of(table: LengthTable, default: Overlong) -> dict[str, Overlong]:
+    """Say what becomes of samples that exceed a pack, by the name of each dataset of a table.
+
+    Args:
+        table: the samples.
+        default: for datasets that do not say.
+    """
+    return {name: part.overlong or default for name, part in table.parts.items()}

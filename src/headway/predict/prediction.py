@@ -1,0 +1,329 @@
+"""A run before it starts: memory, packs, time and cost of a recipe on so many devices, and what would make it fit.
+
+`Predictor.at` plans packs, then memory, then a step over these packs. `headway plan`, `train --dry-run`, `tune`, `init`
+and offers of devices all read the `Prediction` that it gives. No weights are read. For models whose ledger ships, torch
+is not needed either.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from headway.config import TrainConfig
+from headway.count import CostModel, FlopCount
+from headway.count.activations import SavedActivations
+from headway.count.recompute import choice_in_words
+from headway.count.rows import ParamCount
+from headway.devices import Device
+from headway.packing.lengths import LengthTable
+from headway.packing.mesh import MeshShape
+from headway.predict.collectives import Links
+from headway.predict.failures import Interruptions
+from headway.predict.fitting import Way, memory_and_ways, room_of
+from headway.predict.forecast import Forecaster
+from headway.predict.memory import MemoryPlan
+from headway.predict.packs import Packs, plan_packs
+from headway.predict.recipe import (
+    assignment,
+    frozen_forward,
+    learning_model,
+    most_patches,
+    precision_of,
+    recompute_of,
+)
+from headway.predict.slices import padding_of
+from headway.predict.speeds import Cases, Speeds
+from headway.predict.step_time import StepForecast
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class RunTotals:
+    """Totals of a whole run; of each time and cost the best, the expected and the worst case.
+
+    Attributes:
+        tokens: to train on.
+        steps: of the optimizer.
+        seconds: of the run [s].
+        device_hours: of all devices [h].
+        cost: in the currency of the price; None without one.
+        energy_kwh: of the boards [kWh]; None where their power is not known.
+    """
+
+    tokens: float
+    steps: float
+    seconds: Cases
+    device_hours: Cases
+    cost: Cases | None
+    energy_kwh: Cases | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return {name: [*value] if isinstance(value, Cases) else value for name, value in vars(self).items()}
+
+
+@dataclass(frozen=True, eq=False)
+class Prediction:
+    """Memory, packs and time of a recipe on so many devices.
+
+    Attributes:
+        config: the recipe.
+        model: name of the ledger.
+        shape: how the devices share the work.
+        params: numbers of parameters.
+        memory: of each device.
+        packs: None without lengths to plan over.
+        time: of a step; None where no rates were asked for.
+        device: whose memory it must fit; None if none was named.
+        ways: settings that make it fit, where it does not, or all of them together, if they are not enough.
+        notes: what a size recomputes, and what the numbers leave open.
+        refers: when the forward of a model that does not learn is computed.
+        speeds: rates that the time is from.
+        links: between the devices; None where they are not known.
+        making_s: that a data worker takes to make a token [s]; None where it was not timed.
+        changes: settings that differ from those of a recipe that was asked about, by their dotted names.
+        interruptions: by failures; None where nothing was said of them.
+        padding: numbers that slices of the weights hold over those that there are.
+        planned_steps: steps of packs that were planned; 0 where nobody counted.
+    """
+
+    config: TrainConfig
+    model: str
+    shape: MeshShape
+    params: ParamCount
+    memory: MemoryPlan
+    packs: Packs | None
+    time: StepForecast | None = None
+    device: Device | None = None
+    ways: tuple[Way, ...] = ()
+    notes: tuple[str, ...] = ()
+    refers: Literal["each step", "once"] = "once"
+    speeds: Speeds | None = None
+    links: Links | None = None
+    making_s: float | None = None
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    interruptions: Interruptions | None = None
+    padding: float = 1.0
+    planned_steps: int = 0
+
+    @property
+    def devices(self) -> int:
+        """Devices, a process each."""
+        return self.shape.world_size
+
+    @property
+    def fits(self) -> bool | None:
+        """True if the run fits what a plan may fill of the device's memory; None where that is not known."""
+        room = room_of(self.device)
+        return None if room is None else self.memory.peak <= room
+
+    @property
+    def flops(self) -> FlopCount | None:
+        """Of a mean step, all devices together, with a reference that each step computes; None without lengths."""
+        if self.packs is None:
+            return None
+        reference = self.packs.reference
+        return self.packs.flops if reference is None or self.refers == "once" else self.packs.flops + reference
+
+    @property
+    def work(self) -> Packs:
+        """Packs of a run whose lengths are known."""
+        assert self.packs is not None
+        return self.packs
+
+    @property
+    def step(self) -> StepForecast:
+        """Time of a step whose rates are known."""
+        assert self.time is not None
+        return self.time
+
+    @property
+    def step_s(self) -> float:
+        """Expected time of a step [s]."""
+        return self.step.step_s
+
+    @property
+    def step_tokens(self) -> int:
+        """Real tokens of a mean step, all devices together [tokens]."""
+        return round(self.work.step_tokens(self.config, self.shape))
+
+    @property
+    def flops_per_s(self) -> float:
+        """Useful FLOPs of a step over its time, all devices together [FLOP/s]."""
+        return self.work.flops.total / self.step.step_s
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """The settings of `changes`, as `--set` takes them."""
+        return tuple(assignment(name, value) for name, value in self.changes.items())
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """Settings in which it differs from more than neighbours in a search, which differ in details only."""
+        data, optim, speed = self.config.data, self.config.optim, self.config.speed
+        return (data.tokens_per_pack, optim.accumulation, speed.recompute.partition(":")[0], self.shape)
+
+    @property
+    def lasting_tokens_per_s(self) -> float:
+        """Tokens per second that failures do not take back, as expected."""
+        return self._goodput * self.step.tokens_per_s.expected
+
+    @property
+    def _goodput(self) -> float:
+        return 1.0 if self.interruptions is None else self.interruptions.goodput
+
+    def totals(self, tokens: float, *, passes: float = 1.0, price: float | None = None) -> RunTotals:
+        """Extend a mean step to a run of so many tokens.
+
+        Args:
+            tokens: to train on.
+            passes: over the data, at least 1.
+            price: of a device-hour, in any currency.
+        """
+        steps = tokens / self.step.tokens
+        before = self.step.before(tokens / passes).times(1 / self._goodput)
+        seconds = self.step.seconds.times(steps / self._goodput) + before
+        hours = seconds.times(self.devices / 3600)
+        power_w = None if self.speeds is None else self.speeds.board_power_w
+        cost = None if price is None else hours.times(price)
+        return RunTotals(tokens, steps, seconds, hours, cost, None if power_w is None else hours.times(power_w / 1000))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        params, device, flops = self.params, self.device, self.flops
+        reference = None if self.packs is None else self.packs.reference
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "model": self.model,
+            "devices": self.devices,
+            "mesh": asdict(self.shape),
+            "device": None if device is None else {"name": device.title, "memory_bytes": device.memory_bytes},
+            "params": {"total": params.total, "trainable": params.trainable, "active": params.active},
+            "memory": self.memory.to_dict(),
+            "fits": self.fits,
+            "ways": [way.to_dict() for way in self.ways],
+            "flops": None if flops is None else _flops_record(flops),
+            "reference": None if reference is None else {"runs": self.refers, "flops": reference.total},
+            "packs": None if self.packs is None else self.packs.to_dict(),
+            "notes": list(self.notes),
+            **({} if self.time is None else {"time": self.time.to_dict()}),
+        }
+
+
+def _flops_record(count: FlopCount) -> dict[str, Any]:
+    phases = {"forward": count.forward, "dgrad": count.dgrad, "wgrad": count.wgrad, "recompute": count.recompute}
+    return {"convention": count.convention, "total": count.total, **phases, "components": count.by_component()}
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """Predicts the runs of one model's recipes on devices of one kind.
+
+    Attributes:
+        cost_model: of the model, with what is frozen frozen and adapters in place.
+        saved: what autograd saves of it, by precision; looked up are `precision_of` and, where a run does not fit, that
+            of the ways in which it would.
+        device: whose memory it must fit; None not to look.
+        speeds: of the device; None for no time.
+        links: between devices; None where they are not known, and exchanges are taken to hide behind computing.
+        making_s: that a data worker takes to make a token [s]; None where it is not known, and packs are ready.
+    """
+
+    cost_model: CostModel
+    saved: Mapping[str, SavedActivations]
+    device: Device | None = None
+    speeds: Speeds | None = None
+    links: Links | None = None
+    making_s: float | None = None
+
+    @classmethod
+    def of(
+        cls, config: TrainConfig, cost_model: CostModel, saved: Mapping[str, SavedActivations], **hardware: Any
+    ) -> "Predictor":
+        """Predict a recipe's model as the recipe trains it.
+
+        Args:
+            config: the recipe.
+            cost_model: of its model, as it ships or was traced.
+            saved: as the attribute.
+            hardware: the other attributes.
+        """
+        return cls(learning_model(config.model, cost_model), saved, **hardware)
+
+    def at(self, config: TrainConfig, devices: int, lengths: tuple[str, LengthTable] | None = None) -> Prediction:
+        """Predict a recipe on so many devices.
+
+        Args:
+            config: the recipe.
+            devices: processes, a device each.
+            lengths: name and table of the samples' lengths; those of the recipe's plan section when None.
+
+        Raises:
+            ConfigError: a mesh that the devices do not fit, or lengths of which none fits a pack.
+            UsageError: a pattern that matches nothing.
+            PlanError: the devices are on several nodes, and the network between these is not known.
+        """
+        shape = config.parallel.mesh_shape(devices)
+        recompute = recompute_of(config, self.cost_model, self.saved, shape)
+        return self.over(plan_packs(config, self.cost_model, shape, recompute, lengths), config, devices)
+
+    def over(self, packs: Packs | None, config: TrainConfig, devices: int) -> Prediction:
+        """Predict a recipe over packs that are planned; arguments and errors as for `at`."""
+        shape, cost_model = config.parallel.mesh_shape(devices), self.cost_model
+        links = self.links if devices > 1 else None
+        # the largest packs decide the memory; without lengths, of as many tokens and patches as there may be
+        budget = config.data.tokens_per_pack, most_patches(config, cost_model)
+        largest = budget if packs is None else (packs.most_tokens, packs.most_patches)
+        padded = budget if packs is None else packs.padded
+        memory, ways = memory_and_ways(config, cost_model, self.saved, devices, room_of(self.device), largest, padded)
+        time = None
+        if packs is not None and self.speeds is not None:
+            forecaster = Forecaster(cost_model, self.saved, self.speeds, devices, links, making_s=self.making_s)
+            time = forecaster.predict(config, packs)
+        second = frozen_forward(config, cost_model)
+        return Prediction(
+            config,
+            cost_model.name,
+            shape,
+            cost_model.params,
+            memory,
+            packs,
+            time,
+            self.device,
+            ways,
+            tuple(self._notes(config, shape, has_lengths=packs is not None, has_patches=largest[1] > 0)),
+            "each step" if second is not None and second.each_step else "once",
+            self.speeds,
+            self.links,
+            self.making_s,
+            padding=padding_of(cost_model, shape.fsdp, shape.expert),
+        )
+
+    def _notes(self, config: TrainConfig, shape: MeshShape, *, has_lengths: bool, has_patches: bool) -> list[str]:
+        """Say what a size recomputes, and what the numbers leave open, a clause each."""
+        cost_model, speed = self.cost_model, config.speed
+        saved = self.saved[precision_of(config, shape.world_size)]
+        notes = []
+        if speed.recompute_bytes is not None:
+            chosen = choice_in_words(recompute_of(config, cost_model, self.saved, shape), cost_model.block_towers)
+            notes.append(f"speed.recompute={speed.recompute} {chosen}")
+        if not has_lengths:
+            notes.append("no lengths: with data.train here, plan.mix or plan.lengths, packs and FLOPs are planned too")
+        if cost_model.has_vision and not has_patches:
+            notes.append("no pictures are in the lengths, so the vision tower holds no activations")
+        if speed.kernels == "liger" and speed.compile is False:
+            notes.append(
+                "activations are those of fused kernels, which Liger has for most elementwise operations, not all"
+            )
+        if config.run.dtype == "float8":
+            notes.append("float8 copies of weights and activations are not counted")
+        if saved.left_out:
+            notes.append(f"activations of {', '.join(saved.left_out[:3])} are not explained, and missing")
+        if saved.note:
+            notes.append(saved.note)
+        if config.objective is not None:
+            notes.append(
+                f"what {config.objective.path} computes beside the model is not planned: a plan does not run it"
+            )
+        return notes

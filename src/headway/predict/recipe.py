@@ -1,0 +1,178 @@
+"""Properties of a recipe that a prediction reads: precision and dtypes, sharing, recomputation, what learns.
+
+Nothing here depends on the device that is planned for. Torch is needed for models whose rows a recipe changes alone.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+import yaml
+
+from headway.config import TrainConfig, changed_config
+from headway.config.model import ModelConfig
+from headway.count import CostModel, Workload
+from headway.count.activations import SavedActivations
+from headway.packing.budget import square_grid
+from headway.packing.mesh import MeshShape
+from headway.plugins import objective_of
+from headway.predict.held import Sharing, State
+from headway.predict.moments import BFLOAT16, FLOAT32
+from headway.predict.recompute import least_within
+
+Precision = Literal["bfloat16", "bfloat16-autocast", "float32"]
+
+
+class FrozenForward(NamedTuple):
+    """A forward that a run computes beside those of the model that learns.
+
+    Attributes:
+        name: of it, in words.
+        cost_model: of the model that runs, none of which is trained.
+        config: settings of a run that would compute it alone.
+        each_step: whether each step computes it of its packs; otherwise the data have it once, before the first step.
+    """
+
+    name: str
+    cost_model: CostModel
+    config: TrainConfig
+    each_step: bool
+
+
+def frozen_forward(config: TrainConfig, cost_model: CostModel) -> FrozenForward | None:
+    """Find the forward that a run's objective computes beside the model; None of one that computes none.
+
+    Args:
+        config: the recipe.
+        cost_model: of its model, with what is frozen frozen and adapters in place.
+    """
+    objective = objective_of(config.objective_name)
+    forward_of = None if objective is None else objective.hook("forwards")
+    forward: FrozenForward | None = None if forward_of is None else forward_of(config, cost_model)
+    return forward
+
+
+def assignment(name: str, value: Any) -> str:
+    """A setting as `--set` takes it.
+
+    >>> assignment("speed.loss_chunk", None)
+    'speed.loss_chunk=null'
+    """
+    return f"{name}={yaml.safe_dump(value, default_flow_style=True).removesuffix('...' + chr(10)).strip()}"
+
+
+def with_copies(config: TrainConfig, devices: int) -> TrainConfig:
+    """Return the recipe with copies of its shards on all devices, where it names no number of copies."""
+    copies = config.parallel.with_copies(devices).replicate
+    return config if copies == config.parallel.replicate else changed_config(config, {"parallel.replicate": copies})
+
+
+def learning_model(model: ModelConfig, cost_model: CostModel) -> CostModel:
+    """Freeze what a recipe freezes, and put its adapters in place.
+
+    Args:
+        model: the recipe's section.
+        cost_model: of the model as it ships or was traced.
+    """
+    if model.has_own_shape:
+        from headway.optim import learning_with_tokens  # whose classes say what is changed
+
+        return learning_with_tokens(model)
+    learning = cost_model.freeze(model.freeze)
+    return learning if model.lora is None else learning.lora(model.lora.rank, model.lora.targets)
+
+
+def precision_of(config: TrainConfig, devices: int) -> Precision:
+    """Precision of forward: sharded weights are gathered in bfloat16, those of a lone device go through autocast."""
+    dtype = config.run.dtype
+    if dtype == "float32" or (dtype == "auto" and config.run.device == "cpu"):
+        return "float32"
+    return "bfloat16" if devices > 1 or dtype == "bfloat16-params" else "bfloat16-autocast"
+
+
+def recompute_of(
+    config: TrainConfig, cost_model: CostModel, saved: Mapping[str, SavedActivations], shape: MeshShape
+) -> str:
+    """Name the blocks to recompute, as `CostModel.count` takes them; `memory:SIZE` is resolved as in training."""
+    size = config.speed.recompute_bytes
+    if size is None:
+        return config.speed.recompute
+    precision = precision_of(config, shape.world_size)
+    return least_within(
+        cost_model,
+        saved[precision],
+        fullest_pack(config, cost_model),
+        size,
+        fused=config.speed.is_fused(config.run.device),
+        compute_bytes=compute_bytes_of(precision),
+        sequence=shape.sequence,
+        inputs_on_host=inputs_on_host(config),
+    )
+
+
+def compute_bytes_of(precision: Precision) -> int:
+    """Bytes of a number that forward's products give."""
+    return FLOAT32 if precision == "float32" else BFLOAT16
+
+
+def inputs_on_host(config: TrainConfig) -> bool:
+    """Tell whether what enters recomputed blocks leaves the device; a CPU's memory is the host's."""
+    return config.speed.offload == "inputs" and not config.run.device.startswith("cpu")
+
+
+def state_of(config: TrainConfig, precision: Precision, recompute: str) -> State:
+    """Dtypes and bytes of what a recipe holds, and how its forward computes."""
+    weight = BFLOAT16 if config.run.dtype == "bfloat16-params" else FLOAT32
+    moments = {"auto": float(weight), "float32": 4.0, "bfloat16": 2.0, "8bit": 1 + 4 / 256}
+    return State(
+        weight_bytes=weight,
+        compute_bytes=compute_bytes_of(precision),
+        moment_bytes=moments[config.optim.state],
+        base=config.model.base,
+        muon=config.optim.name == "muon",
+        clips=config.optim.clip is not None,
+        averaged=config.optim.ema is not None,
+        average_every=1 if config.optim.ema is None else config.optim.ema.every,
+        float8=config.run.dtype == "float8",
+        offload=config.parallel.offload,
+        one_pass=not config.run.device.startswith("cpu"),
+        accumulates=config.optim.accumulation > 1,
+        recompute=recompute,
+        fused=config.speed.is_fused(config.run.device),
+        liger=config.speed.kernels == "liger",
+        inputs_on_host=inputs_on_host(config),
+        chunk=config.speed.loss_chunk,
+        weighs=config.weighs_losses,
+    )
+
+
+def sharing_of(config: TrainConfig, shape: MeshShape) -> Sharing:
+    """Read off a recipe how its processes share the model."""
+    parallel = config.parallel
+    return Sharing(
+        shards=shape.fsdp,
+        gathers=shape.world_size > 1,
+        sequence=shape.sequence,
+        expert=shape.expert,
+        reshard=parallel.reshard,
+        reduce_each_pack=parallel.reduce == "pack",
+        reduce_bytes=FLOAT32 if parallel.reduce_dtype == "float32" else BFLOAT16,
+        offload=parallel.offload,
+    )
+
+
+def fullest_pack(config: TrainConfig, cost_model: CostModel) -> Workload:
+    """The largest pack that fits the budget: one segment, with a picture of as many patches as there may be."""
+    images = one_picture(most_patches(config, cost_model), cost_model)
+    return Workload([config.data.tokens_per_pack], images=images)
+
+
+def most_patches(config: TrainConfig, cost_model: CostModel) -> int:
+    """Patches that a pack may hold: its budget, or as many as its tokens can stand for."""
+    if not cost_model.has_vision:
+        return 0
+    return config.data.patches_per_pack or config.data.tokens_per_pack * cost_model.merge_group
+
+
+def one_picture(patches: int, cost_model: CostModel) -> list[tuple[int, int, int]]:
+    """Make the grid of one picture with so many patches; saved activations depend on their number alone."""
+    return [square_grid(patches, int(cost_model.merge_group**0.5))] if patches else []

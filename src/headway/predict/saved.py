@@ -1,0 +1,136 @@
+"""Activations that autograd saves of a recipe's model as the recipe trains it, frozen parts and adapters included.
+
+They are read from the shipped file of a model that learns whole. All else is traced: the input of a frozen layer is not
+saved for its weight's gradient, and an adapter saves inputs of its own. Without torch, what adapters save is estimated,
+which a prediction says.
+"""
+
+from collections import Counter, defaultdict
+from dataclasses import replace
+from fractions import Fraction
+from functools import lru_cache, partial
+from typing import Any
+
+from headway.config import ModelConfig, TrainConfig
+from headway.count import CostModel, load_cost_model
+from headway.count.activations import SavedActivations, SavedByPrecision, shipped_activations
+from headway.count.models import shipped_name
+from headway.log.working import working
+from headway.predict.moments import BFLOAT16, FLOAT32
+from headway.predict.recipe import learning_model
+
+_ESTIMATED = (
+    "PyTorch is not installed, so activations beside {parts} are estimated from those of the model that learns whole; "
+    "with PyTorch they are traced, and the numbers differ"
+)
+
+
+def saved_of_recipe(config: TrainConfig) -> SavedByPrecision:
+    """Activations that autograd saves of a recipe's model, by precision, each read or traced when it is looked up."""
+    return SavedByPrecision(partial(saved_as_trained, config.model))
+
+
+def saved_as_trained(model: ModelConfig, precision: str) -> SavedActivations:
+    """Read or trace the activations that autograd saves of a recipe's model.
+
+    Args:
+        model: the recipe's section.
+        precision: one of `headway.count.activations.PRECISIONS`.
+
+    Raises:
+        TraceError: the model cannot be traced.
+        ConfigError: something is to be frozen or adapted that the model does not have.
+        ModuleNotFoundError: it is to be traced, and torch is not installed.
+    """
+    shipped = shipped_name(model.path)
+    if shipped is not None and not (model.freeze or model.lora or model.has_own_shape):
+        return shipped_activations(shipped, precision)
+    try:
+        from headway.models.load import named_config
+    except ModuleNotFoundError:
+        if shipped is None or model.has_own_shape:
+            raise
+        return _estimated(model, shipped, precision)
+    with working(f"tracing what autograd saves of {model.path}"):
+        if shipped is None or model.has_own_shape:
+            return saved_of_partly_trained(named_config(model.path), model, precision)
+        # what ships never changes: one trace serves all that ask in a process
+        key = model.model_dump_json(include={"path", "freeze", "lora", "base"})
+        return _traced_of_shipped(shipped, key, precision)
+
+
+@lru_cache(maxsize=8)
+def _traced_of_shipped(shipped: str, learns: str, precision: str) -> SavedActivations:
+    from headway.models.load import named_config
+
+    model = ModelConfig.model_validate_json(learns)
+    return saved_of_partly_trained(named_config(shipped), model, precision, load_cost_model(shipped))
+
+
+def saved_of_partly_trained(
+    architecture: Any, learns: ModelConfig, precision: str, ledger: CostModel | None = None
+) -> SavedActivations:
+    """Trace them from a transformers configuration.
+
+    Args:
+        architecture: a transformers configuration.
+        learns: what of it is frozen, and its adapters.
+        precision: as for `saved_as_trained`.
+        ledger: cost model of the model as it is built; traced when None.
+    """
+    import torch
+
+    from headway.optim import freeze, put_adapters, with_new_rows
+    from headway.tracing import trace
+    from headway.tracing.block_activations import saved_by_block
+    from headway.tracing.build import model_on_shapes
+
+    dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
+    model: Any = model_on_shapes(with_new_rows(architecture, learns), dtype)
+    if learns.freeze or learns.lora:
+        put_adapters(model, freeze(model, ledger or trace(model), learns.freeze), learns)
+    return saved_by_block(model, autocast=torch.bfloat16 if precision == "bfloat16-autocast" else None)
+
+
+def _estimated(model: ModelConfig, shipped: str, precision: str) -> SavedActivations:
+    """Estimate them of a shipped model without torch: of frozen parts as if they learnt, which saves more."""
+    saved = shipped_activations(shipped, precision)
+    parts = [name for name, there in (("frozen parts", model.freeze), ("adapters", model.lora)) if there]
+    if model.lora is not None:
+        adapted = learning_model(model, load_cost_model(shipped))
+        saved = saved_with_adapters(saved, adapted, FLOAT32 if precision == "float32" else BFLOAT16)
+    return replace(saved, note=_ESTIMATED.format(parts=" and ".join(parts)))
+
+
+def saved_with_adapters(saved: SavedActivations, adapted: CostModel, compute_bytes: int) -> SavedActivations:
+    """Estimate what autograd saves of a model once adapters are on it, without a trace of it.
+
+    An adapter keeps what its rank is, and its result is added to its host's: fused operations that read the sum keep
+    both results, but for queries, keys and values, whose sums attention reads. Plain operations save no more than
+    those of a model that learns whole.
+
+    Args:
+        saved: of the model without adapters.
+        adapted: cost model, with adapters in place.
+        compute_bytes: of a number that a product gives.
+    """
+    ends = {row.module.removesuffix(".lora_B"): row for row in adapted.rows if row.module.endswith(".lora_B")}
+    attending = [(row.module, place) for place, row in enumerate(adapted.rows) if row.op == "attention"]
+    added: dict[str, Counter[str]] = defaultdict(Counter)
+    for place, row in enumerate(adapted.rows):
+        if row.module not in ends or row.features is None:
+            continue
+        wide, out = row.features
+        values = ends[row.module].forward // (2 * out)  # the rank, for each call
+        if not any(row.module.startswith(f"{module}.") and place < at for module, at in attending):
+            values += row.forward // (2 * wide)
+        added[row.block][row.driver] += compute_bytes * values
+    return replace(
+        saved,
+        blocks={
+            name: replace(block, fused={d: block.fused.get(d, Fraction(0)) + added[name][d]
+                                        for d in {**block.fused, **added[name]}})
+            if name in added else block
+            for name, block in saved.blocks.items()
+        },
+    )  # fmt: skip
