@@ -346,7 +346,10 @@ def _format_of(row: Mapping[str, Any]) -> Format:
     return Format(row["tool"], row["lines"], tuple(row["conventions"]), read_rows, read_phases=phases, **facts)
 
 
-FORMATS = tuple(map(_format_of, tomllib.loads(Path(__file__).with_name("formats.toml").read_text("utf-8"))["format"]))
+_TABLE = tomllib.loads(Path(__file__).with_name("formats.toml").read_text("utf-8"))
+FORMATS = tuple(map(_format_of, _TABLE["format"]))
+WITHOUT_RATES = tuple((re.compile(row["pattern"]), row["reason"]) for row in _TABLE["without_rates"])
+"""Logs of known tools that hold no rate, and what to give instead."""
 TRL = next(form for form in FORMATS if form.tool == "TRL")
 
 _OWN = re.compile(r'\{"schema_version": \d+, "kind": "')

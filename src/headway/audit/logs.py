@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from headway.audit.formats import FORMATS, KNOWN_LINES, TRL, Format
+from headway.audit.formats import FORMATS, KNOWN_LINES, TRL, WITHOUT_RATES, Format
 from headway.audit.rows import Log, LogRow, RecordBasis, near, printed
 from headway.errors import LogError, UsageError
 from headway.log.records import RecordReader, is_header
@@ -21,38 +21,6 @@ from headway.words import Argument
 _JSON = re.compile(r'\s*\{\s*"')
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _PROCESS = re.compile(r"^\[(?:rank|default)(\d+)\]:")  # prefix of a line by torchrun's --tee or torchtitan's LOG_RANK
-# logs of known tools that hold no rate, and what to give instead
-_WITHOUT_RATES = (
-    (
-        re.compile(r"""['"]global_step/max_steps['"]"""),
-        "is a log of ms-swift without an MFU, which it writes with `--callbacks perf_log`. Give the trainer_state.json "
-        "of its last checkpoint instead, whose total_flos say as much.",
-    ),
-    (
-        re.compile(r"""\{['"](?:loss|train_runtime)['"]: .*['"]epoch['"]: """),
-        "is what the Hugging Face Trainer prints, which has no FLOPs. Give the trainer_state.json that it saves in its "
-        "output folder.",
-    ),
-    (
-        re.compile(r"\bstep \d+ \| epoch \d+ \| loss .*\btps [0-9.]+\([0-9.]+/gpu\)"),
-        "is the console of NeMo Automodel, which has no MFU. Give the training.jsonl beside its checkpoints.",
-    ),
-    (
-        re.compile(r'"tps_per_gpu": '),
-        "is a training.jsonl of NeMo Automodel whose MFU is null or 0 throughout: it knew no formula for the model, or "
-        "no peak of the device.",
-    ),
-    (
-        re.compile(r"=+ Step \d+/\d+ =+"),
-        "is a log of NeMo RL without `Training FLOPS`: it has a formula for Llama, Qwen2, Qwen3 and DeepSeek-V3 alone, "
-        "and prints none with sequence packing in some of its algorithms.",
-    ),
-    (
-        re.compile(r"(?:^|,)(?:train\W)?device\W(?:batches|samples)_per_sec(?:,|$)"),
-        "is a metrics.csv of Lightning without `device/flops_per_sec`, which ThroughputMonitor writes once the module "
-        "has `flops_per_batch` and its window is full.",
-    ),
-)
 
 
 def _cumulative_note() -> str:
@@ -90,7 +58,7 @@ def read_log(text: str, where: str = "the log", *, resumed_at: int | None = None
         )
     if log is not None:
         return replace(log, notes=(*log.notes, *_went_back(log.rows)))
-    for pattern, reason in _WITHOUT_RATES:
+    for pattern, reason in WITHOUT_RATES:
         if any(pattern.search(line) for line in lines):
             raise LogError(f"{where} {reason}")
     raise LogError(
