@@ -69,7 +69,7 @@ class HeadwayError(Exception):
 
 @contextmanager
 def errors_in(*words: Words) -> Iterator[None]:
-    """Put messages into words as `headway.words.speaking`, those of errors that leave as well.
+    """Put messages into words as `headway.words.speaking` does, messages of errors that leave included.
 
     Raises:
         HeadwayError: whatever was raised within, the same object.
@@ -142,7 +142,7 @@ class UnknownConventionError(UsageError):
 
 
 class NotExpressibleError(UsageError):
-    """A convention has no number for a model; the text says why, and what the tool then prints."""
+    """A convention has no number for a model; the text gives the reason, and the tool's output then."""
 
 
 class UnknownDeviceError(HeadwayError):
@@ -191,7 +191,7 @@ class CheckpointError(HeadwayError):
 
 
 class StoreError(HeadwayError):
-    """A store behind a URL refuses what is written or read, or does not answer."""
+    """A store behind a URL refuses to read or write, or does not answer."""
 
 
 class HubError(HeadwayError):

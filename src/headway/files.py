@@ -209,7 +209,7 @@ def is_utf8(name: str) -> bool:
 
 
 def check_plain(path: Path) -> None:
-    """Refuse what is there and is no plain file.
+    """Refuse an existing path that is no plain file.
 
     Raises:
         OSError: nothing of that name, or a pipe, a device or a folder.

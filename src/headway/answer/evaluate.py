@@ -142,7 +142,7 @@ class Judge:
             supervised(sample)
 
     def prepare(self, packs: Sequence[Batch]) -> None:
-        """Compute what is needed once, before the first evaluation.
+        """Compute the values that are needed once, before the first evaluation.
 
         Args:
             packs: all of this process's, on the CPU.

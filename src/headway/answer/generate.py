@@ -199,7 +199,7 @@ class Generator:
         return next(int(token) for token in ids if token is not None)
 
     def _closing_tokens(self) -> set[int]:
-        """Tokens that end an answer: the model's own, the tokenizer's, and what the chat template ends one with."""
+        """Tokens that end an answer: the model's own, the tokenizer's, and the chat template's."""
         settings: Any = self._opened.model.generation_config  # None where the model has none
         own_ends = None if settings is None else settings.eos_token_id
         ends = {self.tokenizer.eos_token_id, *(own_ends if isinstance(own_ends, list) else [own_ends])}
@@ -240,7 +240,7 @@ def _sampled(decoding: Decoding) -> dict[str, Any]:
 
 
 class AnswerGenerator(Protocol):
-    """Interface of what answers prompts in words: `Generator`, or that of a family of models.
+    """Interface of generators of answers in words: `Generator`, or a family's own.
 
     Attributes:
         tokenizer: the model's.
@@ -257,7 +257,7 @@ class AnswerGenerator(Protocol):
 
 
 def generator_of(opened: OpenedModel, device: torch.device) -> AnswerGenerator:
-    """Make what answers with a model: its family's own, or `Generator`.
+    """Make the generator of answers: the model family's own, or `Generator`.
 
     Args:
         opened: the model.

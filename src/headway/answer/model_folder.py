@@ -62,7 +62,7 @@ class ModelLocation:
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """A model with its weights, and what turns text and media into its inputs.
+    """A model with its weights, and the processor that makes its inputs.
 
     Attributes:
         location: where it was.
@@ -78,7 +78,7 @@ class OpenedModel:
 
 
 def find_model(name: str, base: str | None = None, *, best: bool = False, average: bool | None = None) -> ModelLocation:
-    """Find out what a path or name stands for, without reading weights.
+    """Find the model behind a path or name, without reading weights.
 
     Args:
         name: a model folder, a folder of adapters, a checkpoint, a run folder, for its newest export or checkpoint, or

@@ -1,4 +1,4 @@
-"""Numbers of other tools, and what they mean: one step in every convention, and logs restated in `useful`.
+"""Numbers of other tools, explained: one step in every convention, and logs recomputed in `useful`.
 
 `compare` bills a step in each convention; `read_log` reads a tool's log, `audit` finds which rule and peak explain its
 numbers, restates them and attributes the difference factor by factor; `own` restates Headway's own records.

@@ -107,7 +107,7 @@ def _float(text: str) -> float:
 
 
 def _megatron(lines: Iterable[str], skipped: Counter[str]) -> Iterator[LogRow]:
-    """Read Megatron's lines, and those of Primus, which print the step's number before a mean: 567.6/568.0."""
+    """Read the lines of Megatron and of Primus, which prints the step's number before a mean: 567.6/568.0."""
     pending: str | None = None  # Megatron-Bridge writes the rate on a line of its own before the iteration's
     for line in lines:
         rate, iteration = _MEGATRON_RATE.search(line), _MEGATRON.search(line)
@@ -297,7 +297,7 @@ def _blocks(
 
 
 def _split(lines: Iterable[str], head: re.Pattern[str]) -> Iterator[tuple[re.Match[str], list[str]]]:
-    """Give each marker, and its line with those up to the next one."""
+    """Give each marker, with the lines from its own to the next marker."""
     marker, block = None, list[str]()
     for line in lines:
         if (match := head.search(line)) is not None:
@@ -363,4 +363,4 @@ def is_log(lines: Sequence[str]) -> bool:
 
 
 KNOWN_LINES = tuple(f"{form.tool} (`{form.lines}`)" for form in FORMATS)
-"""Every tool with what its lines look like."""
+"""Every tool with a description of its lines."""

@@ -69,7 +69,7 @@ def read_log(text: str, where: str = "the log", *, resumed_at: int | None = None
 
 
 def _went_back(rows: Sequence[LogRow]) -> Iterable[str]:
-    """Say where steps begin again: a log of two runs, or of a run and what went on from its checkpoint."""
+    """Warn of steps that begin again: a log of two runs, or of a run and its continuation from a checkpoint."""
     breaks = [(before.step, after.step) for before, after in pairwise(rows) if after.step <= before.step]
     if breaks:
         (before, after), count = breaks[0], f"{len(breaks)} times" if len(breaks) > 1 else "once"

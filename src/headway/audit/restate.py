@@ -154,7 +154,7 @@ def _summed_up(
     links: list[Factor],
     length: int,
 ) -> Audit:
-    """Take the means over time, add the factor between the log's own peak and ours, and say what is odd."""
+    """Take the means over time, add the factor between the log's own peak and ours, and warn of oddities."""
     peak, source = peak_and_source
     seconds = [row.seconds for row in rows]
     reported = _mean([(row.mfu.value if row.mfu else None) for row in log.rows], seconds)

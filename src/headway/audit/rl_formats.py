@@ -33,7 +33,7 @@ _MOST_DEVICES = 1_000_000  # a job that a log tells of has fewer
 
 
 def slime(lines: Iterable[str], _: Counter[str], *, has_mfu: bool) -> Iterator[LogRow]:
-    """Read the rate of the policy's update in slime's lines, or in those of miles, which know the peak too."""
+    """Read the rate of the policy's update in the lines of slime, or of miles, which know the peak too."""
     for step, values in _merged(lines, _SLIME_LINE):
         rate, mfu, seconds = (values.get(f"perf/actor_train_{name}") for name in ("tflops", "mfu", "time"))
         if rate and (mfu is not None) == has_mfu:
@@ -166,7 +166,7 @@ def _entries(line: str) -> dict[str, float]:
 
 
 def _merged(lines: Iterable[str], head: re.Pattern[str]) -> Iterator[tuple[int, dict[str, float]]]:
-    """Join what several lines say of one step, in the order of the steps' first lines."""
+    """Join several lines of one step, in the order of the steps' first lines."""
     steps = defaultdict[int, dict[str, float]](dict)
     for line in lines:
         if (match := head.search(line)) is not None:
@@ -188,7 +188,7 @@ def _whole(number: float | None) -> int | None:
 
 
 def _devices(number: float | None) -> int | None:
-    """A number of devices that rates imply; None where it is no whole number within their rounding."""
+    """Number of devices that two rates imply; None unless a whole number lies within the rates' rounding."""
     nearest = 0 if number is None else round(min(number, _MOST_DEVICES))
     return nearest if number is not None and nearest and abs(number / nearest - 1) < 0.02 else None
 

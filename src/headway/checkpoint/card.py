@@ -1,4 +1,4 @@
-"""The model card of an exported checkpoint: what the records of its run tell, as the README.md that hubs read.
+"""The model card of an exported checkpoint, made from the records of its run: the README.md that hubs read.
 
 huggingface_hub writes the card, from `card.md.jinja`. Paths of the machine that trained are not in it: data are named
 as the run's records name them, and a base model by its name on the Hub alone.

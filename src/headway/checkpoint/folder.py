@@ -244,7 +244,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 
 def _nonsense(checkpoint: Checkpoint) -> str:
-    """Say what in a manifest cannot be true of any checkpoint; the manifest itself has no checksum."""
+    """Name an impossible value in a manifest; the manifest itself has no checksum."""
     step, world_size, files = checkpoint.step, checkpoint.world_size, checkpoint.files
     if not _is_count(step, 0):
         return f"gives the step {step!r}"

@@ -1,4 +1,4 @@
-"""Read the index of a checkpoint's tensors, which PyTorch writes as a pickle, without running what a pickle can hold.
+"""Read the index of a checkpoint's tensors, a pickle of PyTorch's, without running a pickle's code.
 
 Unpickling calls whatever a file names, so PyTorch's own reader would run the code of a checkpoint that somebody else
 made. Here a pickle may name only the kinds of record that such an index is made of. Each becomes an inert stand-in,
@@ -92,7 +92,7 @@ class _StandIn:
     state: Any = None
 
     def __init__(self, *arguments: Any) -> None:
-        """Take what the record is called with, which nobody reads."""
+        """Take the record's arguments, which nobody reads."""
 
     def __setstate__(self, state: Any) -> None:
         self.state = state

@@ -108,7 +108,7 @@ def refuse_local_base(folder: Path) -> None:
 
 
 def files_to_send(folder: Path) -> tuple[list[str], list[str]]:
-    """The files of a model folder that an export writes, and the names of what else lies there and is not sent.
+    """The files of a model folder that an export writes, and the names of other files, which are not sent.
 
     Raises:
         UsageError: one of the former is a link, which could lead anywhere, or there are none.
@@ -160,7 +160,7 @@ def _role(user: dict[str, Any]) -> str:
 
 @contextmanager
 def _hub_errors(name: str, way_on: str, silence_s: float = _QUESTION_S) -> Iterator[None]:
-    """Put what the client raises into words, and give up after a silence, which the client does not."""
+    """Put the client's errors into words, and give up after a silence, because the client never does."""
     session = get_session()
     before, session.timeout = session.timeout, silence_s
     try:

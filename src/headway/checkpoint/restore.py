@@ -163,7 +163,7 @@ def read_model(checkpoint: Checkpoint, model: nn.Module, *, average: bool | None
 
 
 def hands_out_average(checkpoint: Checkpoint, saved: Collection[str], asked_for: bool | None) -> bool:
-    """Choose between the last weights of a checkpoint and their moving average: by default, those that were judged.
+    """Choose between the last weights of a checkpoint and their moving average; evaluations decide by default.
 
     Whatever reads a run's model asks this: exports, chats, evaluations.
 

@@ -118,7 +118,7 @@ class _HashingFiles(FsspecFiles):
 
 
 class _HashingStream(io.RawIOBase):
-    """Passes on what is written, from the first byte to the last."""
+    """A stream that hashes the bytes that it passes on."""
 
     def __init__(self, stream: Any) -> None:
         self._stream, self.num_bytes, self.sha256 = stream, 0, hashlib.sha256()

@@ -133,7 +133,7 @@ def _spread_as(tensor: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
 
 
 def make_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, names: set[str]) -> None:
-    """Let the optimizer make its state of some parameters, and of no others, without changing a weight.
+    """Let the optimizer make its state of some parameters alone, without changing a weight.
 
     It takes a step of learning rate zero on gradients of zero, and only for the parameters asked for; so the state has
     the optimizer's own types, devices and spread.

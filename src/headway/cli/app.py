@@ -1,4 +1,4 @@
-"""The `headway` command: its list of commands, and what happens to an error.
+"""The `headway` command: its list of commands, and the way of an error to the terminal.
 
 Exit codes: 0 done, 1 failed, 2 wrong use, 130 interrupted. Results go to stdout, everything else to stderr. A mistake
 is one readable paragraph; a traceback appears only with HEADWAY_DEBUG=1.

@@ -156,7 +156,7 @@ def _log_text(path: Path) -> str:
 
 
 def _says_per_token(log: "Log") -> bool:
-    """Tell whether a log's own arithmetic says what its rule bills per token, so that no length is needed."""
+    """Tell whether a log's own numbers give the bill per token, so that no length is needed."""
     return any(row.flops_per_s and row.tokens_per_s for row in log.rows)
 
 

@@ -1,4 +1,4 @@
-"""`headway export`: a checkpoint as a model folder that others open."""
+"""`headway export`: a checkpoint as a model folder that other tools open."""
 
 import sys
 from enum import StrEnum

@@ -140,7 +140,7 @@ def _demo_of(name: str) -> Demo:
 
 
 def _print_data(folder: Path, *, as_json: bool) -> None:
-    """Write pictures of single digits, to train on and held out, and print what was written."""
+    """Write pictures of single digits, to train on and held out, and print the files."""
     with needs_extra("drawing digits"):
         from headway.synthetic.digits import write_digits
 
@@ -155,7 +155,7 @@ def _print_data(folder: Path, *, as_json: bool) -> None:
 
 
 def _write(folder: Path) -> str:
-    """Write data and model of the reading demo; returns what was written."""
+    """Write data and model of the reading demo; returns a line on the files."""
     from headway.synthetic.digits import write_digits, write_reader
 
     data = write_digits(folder / "data")

@@ -106,7 +106,7 @@ def flops(
 
 
 def _of_reference(count: "FlopCount") -> "FlopCount":
-    """Keep a reference model's rows apart from those of the model that is trained."""
+    """Keep a reference model's rows apart from the trained model's."""
     return replace(count, rows=tuple(replace(row, name=f"reference.{row.name}") for row in count.rows))
 
 
@@ -234,7 +234,7 @@ def print_bill(
     step: "Step",
     as_json: bool,
 ) -> None:
-    """Print what another tool's convention charges for the step, part by part, beside the useful FLOPs.
+    """Print another convention's bill of the step, part by part, beside the useful FLOPs.
 
     Raises:
         UnknownConventionError: the convention has no number for this model.

@@ -1,4 +1,4 @@
-"""`headway index`: what every sample takes of a pack, measured once and kept."""
+"""`headway index`: every sample's lengths in a pack, measured once and cached."""
 
 from dataclasses import asdict
 from pathlib import Path

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 def chosen_offers(
     price_list: Path | None, device: "Device | None", price: float | None, others: Mapping[str, Any]
 ) -> "tuple[Offer, ...]":
-    """The offers to compare: those of a price list, or the one device that has a price.
+    """The offers to compare: the entries of a price list, or the one device that has a price.
 
     Args:
         price_list: its file.

@@ -201,7 +201,7 @@ MediaOption = Annotated[
 
 
 def media_bounds(assignments: list[str] | None) -> "MediaSizes":
-    """Read `--media`: bounds on what is read of media, by the names and with the limits of a run's settings.
+    """Read `--media`: bounds on media, by the names and with the limits of a run's settings.
 
     Raises:
         UsageError: one is not SETTING=N, or no such setting or value.

@@ -26,7 +26,7 @@ def print_result(record: Callable[[], Mapping[str, Any]], text: Callable[[], str
 
 
 def say(text: str, *, on_stderr: bool = False, flush: bool = False) -> None:
-    """Print a line that may name what is other people's: files, models, addresses."""
+    """Print a line that may hold other people's names: files, models, addresses."""
     print(presentable(text), file=sys.stderr if on_stderr else sys.stdout, flush=flush)
 
 

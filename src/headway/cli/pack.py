@@ -1,4 +1,4 @@
-"""`headway pack`: plan packs and steps from lengths alone, and show what each strategy is worth."""
+"""`headway pack`: plan packs and steps from lengths alone, and compare the strategies."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar

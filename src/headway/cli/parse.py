@@ -1,4 +1,4 @@
-"""Turn what a user types for a workload into numbers: `4096*3,32k`, `1x32x48*2`, `16:q_proj,v_proj`.
+"""Turn a user's text for a workload into numbers: `4096*3,32k`, `1x32x48*2`, `16:q_proj,v_proj`.
 
 Grammar: items separated by commas; an item is a length, a grid or a run of tokens, `*N` repeats it N times.
 """

@@ -94,7 +94,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = _refuse_method
 
     def end_headers(self) -> None:
-        """Add what every answer says, of errors too."""
+        """Add the headers of every answer, an error's included."""
         self.send_header("Allow", "GET, HEAD")
         self.send_header("Cache-Control", "no-store")
         self.send_header("X-Content-Type-Options", "nosniff")
@@ -105,7 +105,7 @@ class _Handler(BaseHTTPRequestHandler):
         super().send_error(code, None, explain)
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the name that http.server gives it
-        """Say nothing: a line every few seconds would hide what else the terminal shows."""
+        """Say nothing: a line every few seconds would hide other output of the terminal."""
 
 
 class _Server(ThreadingHTTPServer):

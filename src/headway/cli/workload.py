@@ -197,7 +197,7 @@ def resolve_for(
 
 
 def samples_in_turn(cost_model: "CostModel", work: WorkloadOptions) -> "LengthTable | None":
-    """Read samples that a run repeats: their lengths, with the pictures and videos dealt to them in equal numbers.
+    """Read samples that a run repeats: their lengths, with equal numbers of pictures and videos.
 
     Args:
         cost_model: of the model.
@@ -347,7 +347,7 @@ def workload_record(workload: "Workload") -> dict[str, Any]:
 
 
 def describe_workload(workload: "Workload") -> str:
-    """Say what a workload holds: "4 segments, 12,800 tokens, 2 images, 3,072 patches"."""
+    """Describe a workload: "4 segments, 12,800 tokens, 2 images, 3,072 patches"."""
     parts = [_plural(workload.num_segments, "segment"), _plural(workload.tokens, "token")]
     if workload.slots > workload.tokens:
         parts.append(

@@ -6,7 +6,7 @@ from headway.config.sections import settings_off_default
 
 
 def warnings(config: TrainConfig, steps: int) -> list[str]:
-    """List what the settings of a run promise and its length, or another setting, takes away.
+    """List the settings whose promise the run's length, or another setting, takes away.
 
     Args:
         config: everything there is to say.

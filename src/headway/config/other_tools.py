@@ -7,7 +7,7 @@ _ROWS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))["r
 SAME = {word: row["here"] for row in _ROWS if "here" in row for word in row["words"].split()}
 """Settings of other tools, and the setting here."""
 ABSENT = {word: row["nearest"] for row in _ROWS if "nearest" in row for word in row["words"].split()}
-"""Settings of other tools that there are none of here, and what is nearest."""
+"""Settings of other tools that Headway lacks, and Headway's nearest setting."""
 
 
 def translated(name: str) -> str | None:

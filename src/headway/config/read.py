@@ -48,7 +48,7 @@ class Recipe:
 
     @classmethod
     def of(cls, path: str, content: Mapping[str, Any], changed: Iterable[str]) -> Self:
-        """The recipe of a file, with what it says of the settings of these names, each once."""
+        """The recipe of a file, with its values for the settings of these names, each once."""
         return cls(path, tuple(f"{name}={_json_at(content, name)}" for name in dict.fromkeys(changed)), content)
 
     def to_dict(self) -> dict[str, Any]:

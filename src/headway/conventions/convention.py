@@ -76,7 +76,7 @@ class Bill:
 
 @dataclass(frozen=True, slots=True)
 class Convention:
-    """A named rule for what is counted."""
+    """A named rule of counting."""
 
     name: str  # name of the rule, such as "torchtitan"
     version: str  # a number for our own rules, else the date of the code that was read

@@ -66,7 +66,7 @@ def linear_weights(cost_model: CostModel) -> int:
 
 
 def _weights(row: Row) -> int:
-    """Matrix elements that one token of text meets; 0 for what is not counted by tokens."""
+    """Matrix elements that one token of text meets; 0 for rows that are not counted by tokens."""
     return 0 if row.driver not in _OF_TEXT or is_adapter(row.module) else row.forward // 2
 
 

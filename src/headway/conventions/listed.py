@@ -115,7 +115,7 @@ def pairs(model: Architecture, formula: Formula, lengths: list[int]) -> int:
 
 
 def pictures(step: Step) -> list[int]:
-    """Patches of each frame: what these tools take for one attention sequence of the tower."""
+    """Patches of each frame, which these tools take for one attention sequence of the tower."""
     return [h * w for t, h, w in step.workload.grids.tolist() for _ in range(t)]
 
 

@@ -49,7 +49,7 @@ def maxtext_2025(model: Architecture, step: Step) -> Parts:
 
 
 def _price(model: Architecture, step: Step, windowed: Callable[[int], Number]) -> Parts:
-    """Bill each layer's keys: half a row's, or those of its window or chunks where its block has such a term."""
+    """Bill each layer's keys: half a row's, or the keys of its window or chunks where its block has such a term."""
     length, kind = step.seq_len, model.model_type
     keys: Number = 0
     for window, chunk in zip(model.windows, model.chunks, strict=True):

@@ -1,4 +1,4 @@
-"""Conventions that read the cost model's own rows: useful work, what the hardware ran, what PyTorch's counter sees."""
+"""Conventions that read the cost model's own rows: useful work, executed work, and PyTorch's own count."""
 
 from typing import Any
 
@@ -41,7 +41,7 @@ def useful(model: Architecture, step: Step) -> Parts:
 
 
 def hardware(model: Architecture, step: Step) -> Parts:
-    """Bill what was executed: every slot, padding too, and the forward that checkpointing runs again.
+    """Bill the executed work: every slot, padding too, and the forward that checkpointing runs again.
 
     Attention is billed for the allowed pairs: a variable-length kernel skips padding. Not billed: a flash kernel's own
     recomputation of scores.
@@ -65,7 +65,7 @@ def hardware(model: Architecture, step: Step) -> Parts:
 
 
 def flop_counter(model: Architecture, step: Step) -> Parts:
-    """Bill what FlopCounterMode sees of a step on CUDA with PyTorch's own flash kernels.
+    """Bill the work that FlopCounterMode sees in a step on CUDA with PyTorch's own flash kernels.
 
     Attention is the full square of each segment, backward 2.5 times forward (its five products); dense products on
     every slot; grouped expert products, recurrences (Triton kernels) and the flash-attn package are not seen at all.

@@ -1,4 +1,4 @@
-"""slime, miles and prime-rl: what their trainers of reinforcement learning bill for the policy's update.
+"""slime, miles and prime-rl: bills of the policy's update by their trainers of reinforcement learning.
 
 Scoring is a third of it, where they print a rate of it; generation, a critic, vision and packs' limits are in none.
 """

@@ -1,4 +1,4 @@
-"""VeOmni: real tokens, the full square of each segment, Qwen's vision towers, and less for what does not train."""
+"""VeOmni: real tokens, the full square of each segment, Qwen's vision towers, and less for frozen weights."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -118,7 +118,7 @@ def _tower(model: Architecture, tower: Vision, sizes: list[int], setup: _Setup, 
 
 
 def _setup(model: Architecture) -> _Setup:
-    """Read off a ledger what its rule asks of a run: whether the tower trains, and which adapters there are."""
+    """Read the facts of VeOmni's rule off a ledger: whether the tower trains, and the adapters."""
     cost_model = model.cost_model
     if cost_model is None:
         return _Setup()

@@ -72,7 +72,7 @@ def bytes_of(rows: Rows, workload: Workload) -> int:
 
 
 def to_lists(saved: SavedActivations) -> list[Any]:
-    """Turn what is saved into plain lists: blocks of one list that save the same become one entry."""
+    """Turn saved activations into plain lists: blocks of one list that save the same become one entry."""
     entries: dict[tuple[str, str], list[Any]] = {}
     for name, block in saved.blocks.items():
         stack, _, number = name.rpartition(".")
@@ -83,7 +83,7 @@ def to_lists(saved: SavedActivations) -> list[Any]:
 
 
 def from_lists(entries: list[Any]) -> SavedActivations:
-    """Build what `to_lists` turned into lists; blocks stand in the order of their stacks and numbers."""
+    """Build saved activations from `to_lists`' lists; blocks stand in the order of their stacks and numbers."""
     stacks: dict[str, dict[int, SavedBlock]] = {}
     for stack, numbers, *parts in entries:
         block = SavedBlock(*({driver: Fraction(factor) for driver, factor in rows.items()} for rows in parts))
@@ -96,7 +96,7 @@ def from_lists(entries: list[Any]) -> SavedActivations:
 
 
 def shipped_activations(name: str, precision: str) -> SavedActivations:
-    """Load what a shipped model saves; needs neither torch nor transformers.
+    """Load the saved activations of a shipped model; needs neither torch nor transformers.
 
     Args:
         name: of a shipped model.
@@ -112,7 +112,7 @@ def shipped_activations(name: str, precision: str) -> SavedActivations:
 
 
 def save_activations(name: str, traced: Mapping[str, list[Any]]) -> None:
-    """Put what was traced of a model into its folder's file, one line an entry, so that changes read well in a diff."""
+    """Write a model's traced activations to its folder's file, one line an entry, so that a diff reads well."""
     file = ledger_folder(name) / _FILE_NAME
     models = {**(json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}), name: traced}
     _shipped.cache_clear()

@@ -50,7 +50,7 @@ def targets_of(rows: Sequence[Row], targets: Sequence[str] | None, name: str) ->
 def with_adapters(
     rows: Sequence[Row], parameters: Sequence[Parameter], rank: int, modules: set[str]
 ) -> tuple[tuple[Row, ...], tuple[Parameter, ...]]:
-    """Add the rows and parameters of LoRA adapters; what depends on a host's weight depends on its adapters too.
+    """Add the rows and parameters of LoRA adapters; products that need a host's weight need its adapters too.
 
     Args:
         rows: of the cost model.

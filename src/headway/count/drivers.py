@@ -296,7 +296,7 @@ def _item_drivers(row: Modality) -> dict[str, _Driver]:
 
 
 def _all_drivers() -> dict[str, _Driver]:
-    """Return the drivers of text, patches and sources, and those of every kind of input that comes in lengths."""
+    """Return the drivers of text, patches and sources, and the drivers of every input that comes in lengths."""
     drivers = _DRIVERS | _length_drivers("sources", "source", _read_sources)
     for row in MODALITIES.values():
         if row.shape == "lengths":

@@ -176,7 +176,7 @@ class Generation:
 
     @cached_property
     def _batches(self) -> list[tuple[int, int, int]]:
-        """Rows, longest prompt and longest answer of what is decoded together."""
+        """Rows, longest prompt and longest answer of each batch that is decoded together."""
         size, prompts = self.batch_size or self.answers.size or 1, np.repeat(self.prompts, self.group)
         return [
             (len(part), int(prompts[start : start + size].max()), int(part.max()))

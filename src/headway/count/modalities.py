@@ -102,7 +102,7 @@ def in_chats() -> dict[str, Modality]:
 
 
 def media_towers() -> tuple[str, ...]:
-    """Return the towers that read what lies beside the text, in the order of the table: vision, audio."""
+    """Return the towers of inputs beside the text, in the order of the table: vision, audio."""
     return tuple(dict.fromkeys(row.tower for row in MODALITIES.values() if row.tower != "latents"))
 
 

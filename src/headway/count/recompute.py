@@ -100,7 +100,7 @@ def _term(text: str) -> Term:
 
 
 def with_head(choice: str) -> str:
-    """Add the output layer to what runs a second time.
+    """Add the output layer to a choice of recomputed blocks.
 
     >>> with_head("full,-attention"), with_head("none")
     ('full,-attention,language.head', 'language.head')
@@ -114,7 +114,7 @@ def towers() -> tuple[str, ...]:
 
 
 def towers_of_blocks(rows: Sequence[Row]) -> dict[str, str]:
-    """Find the tower that each block is in, by what its rows compute."""
+    """Find the tower that each block is in, by the components of its rows."""
     return {row.block: row.component.partition(".")[0] for row in rows if row.block}
 
 
@@ -169,7 +169,7 @@ def recomputed_blocks(
 
 
 def as_choice(blocks: Mapping[str, Collection[str]]) -> str:
-    """Write what `recomputed_blocks` gives; of any two blocks one keeps all that the other does.
+    """Write the result of `recomputed_blocks` as a choice; of any two blocks one keeps all that the other does.
 
     >>> as_choice({"layers.0": {"attention"}, "layers.1": {}, "layers.2": {"attention", "mlp"}})
     'layers.2,-mlp,layers.0,-attention,layers.1'

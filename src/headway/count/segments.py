@@ -1,4 +1,4 @@
-"""Lengths of segments, read off what a batch carries: masks of padding or of segment numbers, positions."""
+"""Lengths of segments, read off a batch: masks of padding or of segment numbers, positions."""
 
 from typing import Any
 

@@ -9,7 +9,7 @@ from headway.errors import WorkloadError
 
 
 def step_facts(count: FlopCount, workload: Workload, padding_flops: int | None) -> dict[str, Any]:
-    """Say what a step computed.
+    """Give the facts of a step's work.
 
     Args:
         count: its FLOPs by component.
@@ -45,7 +45,7 @@ def components_of(*cost_models: CostModel) -> dict[str, str]:
 def flops_on_padding(
     cost_model: CostModel, workload: Workload, recompute: str, ranks: int = 1, *, forward_only: bool = False
 ) -> int | None:
-    """Count what layers that run on every slot spend on padding, attention left out; None where it is not known.
+    """Count the FLOPs of padding in layers that run on every slot, without attention; None where unknown.
 
     Args:
         cost_model: of the model.

@@ -35,7 +35,7 @@ def to_ranges(bits: int) -> str:
 
 
 def from_ranges(text: str) -> int:
-    """Read what `to_ranges` wrote.
+    """Read the text that `to_ranges` wrote.
 
     >>> bin(from_ranges("0,2-4,6"))
     '0b1011101'
@@ -78,7 +78,7 @@ def to_dict(model: CostModel) -> dict[str, Any]:
 
 
 def from_dict(data: Any, where: str) -> CostModel:
-    """Build a cost model from what `to_dict` made.
+    """Build a cost model from the dictionary that `to_dict` made.
 
     Raises:
         CostModelError: it is no cost model, of another version, or damaged.

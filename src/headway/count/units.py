@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class _Same:
-    """A key that equals itself alone, for what is large to compare."""
+    """A key that equals itself alone, for objects that are large to compare."""
 
     __slots__ = ("value",)
 
@@ -29,7 +29,7 @@ class _Same:
 
 
 def remembered(function: Callable[P, T]) -> Callable[P, T]:
-    """Keep what a function finds for the last arguments, since a search asks thousands of times.
+    """Keep a function's result for the last arguments, because a search asks thousands of times.
 
     Models and what they save are told apart by identity. Nobody changes what is found.
     """
@@ -96,7 +96,7 @@ def _outer_unit(number: int, parameter: Parameter, cost_model: CostModel, head: 
 
 
 def unit_of_tower(component: str, cost_model: CostModel) -> str:
-    """Name the unit of what is outside of blocks: that of the tower, or the root.
+    """Name the unit of parameters outside of blocks: the tower's unit, or the root.
 
     What leads from the tower to the text is in the tower, but where latents are beside it.
     """

@@ -45,7 +45,7 @@ Shape = tuple[int, int] | int
 
 @remembered
 def updating_of(cost_model: CostModel, in_slices: CostModel, muon: bool, of: UpdateOf) -> int:
-    """Add up what an update of a model works on.
+    """Add up the work space of a model's update.
 
     Args:
         cost_model: of the model.

@@ -460,7 +460,7 @@ class Workload:
 
 
 def _read(**media: IntsLike) -> dict[str, Ints]:
-    """Check the sizes of each kind of input, in the order of the table; without those that are empty."""
+    """Check the sizes of each kind of input, in the order of the table; empty kinds are left out."""
     unknown = media.keys() - MODALITIES.keys()
     if unknown:
         raise TypeError(

@@ -100,7 +100,7 @@ class SampleCounts:
 
     @classmethod
     def from_dict(cls, content: Any) -> Self:
-        """Read what `to_dict` gave.
+        """Read the dictionary that `to_dict` gave.
 
         Raises:
             CheckpointError: it is something else.

@@ -323,7 +323,7 @@ class ChatTemplate:
 
 
 def _shared(text: str, other: str) -> int:
-    """Length of what two texts begin with alike."""
+    """Length of the common beginning of two texts."""
     return len(os.path.commonprefix([text, other]))  # noqa: RUF071 -- characters are meant, not parts of a path
 
 
@@ -374,7 +374,7 @@ def _check_answer(answer: str, message: Message, sample: Chat, number: int) -> N
 
 
 def _check_nothing_is_left_out(text: str, messages: Sequence[Message], sample: Chat) -> None:
-    """Templates made for other messages pass over what they do not know.
+    """Refuse a chat whose words the template leaves out: a template passes over parts that it does not know.
 
     Of what is said the last line is looked for: templates may trim it, and rewrite the thoughts before an answer.
     """

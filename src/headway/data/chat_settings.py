@@ -1,4 +1,4 @@
-"""Settings of chats: a template and variables in place of those in the model's folder."""
+"""Settings of chats: a template and variables in place of the model folder's."""
 
 import inspect
 from collections.abc import Mapping

@@ -146,7 +146,7 @@ class Encoder:
         dropout: Dropout | None,  # noqa: ARG002
         epoch: int,  # noqa: ARG002
     ) -> SampleLengths:
-        """The lengths of what `without_conditions` leaves of a sample.
+        """The lengths of a sample after `without_conditions`.
 
         Args:
             lengths: of the whole sample.

@@ -122,7 +122,7 @@ def _config(model: str) -> PreTrainedConfig | None:
 
 
 def collator_of(encoder: Encoder, **settings: Any) -> Collator:
-    """Make the collator for what an encoder encodes.
+    """Make the collator for an encoder's samples.
 
     Args:
         encoder: of the model.

@@ -38,7 +38,7 @@ PRELOAD = ("headway.data.feed", "headway.data.index.build")
 """Modules that the fork server imports once, so that workers begin at once; the first worker of a process decides."""
 
 IMPORTED_AGAIN = 65
-"""Exit code of a worker that would begin what its trainer does."""
+"""Exit code of a worker that would begin the trainer's own work."""
 
 _MOST_AHEAD = 128  # jobs; each finished one holds a file descriptor, of which a process often has 1024
 
@@ -177,7 +177,7 @@ class Pool(Generic[Task, Result]):
             return result
 
     def _replace_workers(self, pending: "deque[_Pending[Task]]") -> None:
-        """End the group that was to do the first job, and do again what its killed processes left undone."""
+        """End the group of the first job, and repeat the jobs that its killed processes left undone."""
         place = self._place(pending[0].job)
         self._check_script(place)
         self._end(place)

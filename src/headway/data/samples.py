@@ -173,7 +173,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A conversation to learn the assistant's turns of, but for those that are marked.
+    """A conversation whose assistant's turns are learnt, except the marked ones.
 
     Attributes:
         messages: the turns, at least one.

@@ -37,7 +37,7 @@ class Stop(NamedTuple):
 
 
 class Stops(NamedTuple):
-    """Tokens that end answers in words, and those that end calls of a tool.
+    """Tokens that end answers in words, and tokens that end calls of a tool.
 
     Attributes:
         plain: behind words; None where neither the template nor the tokenizer has one.
@@ -118,7 +118,7 @@ class SpecialTokens:
 
 
 def find_stops(render: Render, special: SpecialTokens, has_tools: bool) -> Stops:
-    """Find out what ends answers.
+    """Find the tokens that end answers.
 
     Args:
         render: the chat template.
@@ -133,7 +133,7 @@ def find_stops(render: Render, special: SpecialTokens, has_tools: bool) -> Stops
 
 
 def _plain(render: Render, special: SpecialTokens) -> Stop | str | None:
-    """Find what stands behind an answer in words, which may be no token; None where nothing does."""
+    """Find the text behind an answer in words, which may be no token; None where nothing stands there."""
     chat = [_turn("user", _QUESTION), _turn("assistant", _ANSWER)]
     try:
         tail = render(chat, ()).rpartition(_ANSWER)[2]

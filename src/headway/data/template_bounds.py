@@ -272,7 +272,7 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Call what a template calls, after a look at its arguments."""
+        """Call a template's function, after a check of the arguments."""
         self.budget.make(self.text if isinstance(function, Macro | BlockReference) else 0)
         name = getattr(function, "__name__", type(function).__name__)
         # the text whose `format` the sandbox wraps
@@ -314,7 +314,7 @@ def _text_in(node: nodes.Node) -> int:
 
 
 def _checked(name: str, filter_: Callable[..., Any], environment: _BoundedEnvironment) -> Callable[..., Any]:
-    """A filter that looks at its arguments first; what jinja2 notes on a filter stays noted."""
+    """A filter that checks its arguments first, with jinja2's marks of the original filter."""
 
     def checked(*args: Any, **kwargs: Any) -> Any:
         args = _settled(args) if name == "join" else args

@@ -1,4 +1,4 @@
-"""Measured ceilings: what matrix products and copies reach at best, on any device in the cache, on a CPU each time."""
+"""Measured ceilings: the best rates of matrix products and copies, cached for devices, new on each start for a CPU."""
 
 import hashlib
 import json
@@ -223,7 +223,7 @@ def _best_square(dtype_name: str, num_threads: int) -> Peak:
 
 
 def environment(device: "torch.device") -> dict[str, Any]:
-    """Describe what a ceiling depends on: the device, its driver, PyTorch and, on a CPU, the threads."""
+    """Describe a ceiling's conditions: the device, its driver, PyTorch and, on a CPU, the threads."""
     import torch
 
     from headway.devices.cpu_products import LIBRARY

@@ -76,7 +76,7 @@ def peak_for(device: "torch.device | str", dtype: "torch.dtype | str") -> Peak:
 
 
 def device_at(device: "torch.device | str") -> Device:
-    """Find what the table has on the device at hand, such as its memory and bandwidth.
+    """Find the table's entry of the device at hand, for its memory and bandwidth.
 
     Args:
         device: a torch.device or its string, such as "cuda:0".
@@ -111,7 +111,7 @@ def datasheet_peak(name: str, dtype_name: str) -> Peak:
 
 
 def peak_elsewhere(name: str, dtype_name: str) -> Peak:
-    """Find the peak of a device that is not at hand, by what its driver reported there; needs no torch.
+    """Find the peak of a device that is not at hand, by its driver's name for it; needs no torch.
 
     Args:
         name: the exact name.
@@ -215,7 +215,7 @@ def _stated_by_the_user(reported: ReportedDevice) -> bool:
 
 
 def _common_peak(devices: Sequence[Device], name: str, dtype_name: str) -> Peak:
-    """Take the peak that all devices share; those of one name may differ in their memory alone."""
+    """Take the peak that all devices share; devices of one name may differ in their memory alone."""
     peaks = [_peak(device, name, dtype_name) for device in devices]
     if len({peak.flops_per_s for peak in peaks}) > 1:
         raise ambiguous(name, devices)

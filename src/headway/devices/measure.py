@@ -95,7 +95,7 @@ def sweep_matmul(
 
 
 def is_settled(measurements: Sequence[Measurement]) -> bool:
-    """Tell whether a sweep shows what the device reaches: its fastest shape is steady, and so is the next larger one.
+    """Tell whether a sweep shows the device's own rate: its fastest shape is steady, and so is the next larger one.
 
     Where other work keeps the cores busy, small products may run undisturbed between its slices of time while larger
     ones, which would reach more, never do.

@@ -87,14 +87,14 @@ def known_devices() -> list[str]:
 
 
 def properties(device: Device | ReportedDevice) -> str:
-    """Say what tells cards of one name apart."""
+    """List the properties that tell cards of one name apart."""
     parts = [f"{device.num_sms} multiprocessors"] if device.num_sms else []
     parts += [f"{device.memory_bytes / 1e9:.4g} GB"] if device.memory_bytes else []
     return " and ".join(parts) or "no properties"
 
 
 def unknown_device(name: str) -> UnknownDeviceError:
-    """Say that no device has a name, which are alike, and what to do."""
+    """Error for a name that no device has, with similar names and the way out."""
     spoken = {text.lower(): text for device in all_devices() for text in (*device.aliases, *device.names)}
     alike = [text for text in spoken if _model(text) == _model(name.lower())]  # P100 is neither B100 nor P10
     nearest = [spoken[text] for text in difflib.get_close_matches(name.lower(), alike, n=3, cutoff=0.6)]

@@ -22,7 +22,7 @@ class ReportedDevice:
 
 
 def report(device: "torch.device") -> ReportedDevice:
-    """Ask the driver what a device is; starts the device's runtime."""
+    """Ask the driver for a device's name and size; starts the device's runtime."""
     import torch
 
     if device.type == "cpu":

@@ -105,7 +105,7 @@ def _configuration(
     shapes: dict[str, tuple[int, ...]],
     autoencoder: dict[str, torch.Tensor],
 ) -> BagelConfig:
-    """Put the two configurations together; what neither says is read off the shapes of the weights."""
+    """Join the two configurations; values that neither has are read off the shapes of the weights."""
     # the autoencoder's stages and blocks, of which no file speaks
     widths = list[int]()
     while (name := f"encoder.down.{len(widths)}.block.0.conv1.weight") in autoencoder:

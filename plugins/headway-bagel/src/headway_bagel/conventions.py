@@ -13,7 +13,7 @@ _BAGEL: Formulas = {"bagel": Formula()}
 
 
 def bagel(model: Architecture, step: Step) -> Parts:
-    """Bill real tokens and the full square of each sample; what fills a pack up is one more sample to be squared.
+    """Bill real tokens and the full square of each sample; the padding of a pack is one more sample.
 
     Head and embedding are billed for every token, though the head runs on supervised text alone. Not billed: the tower
     that reads, the autoencoder, the connector and the latents' projections. The filling of several packs is taken as

@@ -101,7 +101,7 @@ def _cut_patches(arguments: dict[str, Any], rank: int, degree: int) -> int:
 
 
 def _cut_latents(arguments: dict[str, Any], mine_T: torch.Tensor, place_T: torch.Tensor) -> None:
-    """Cut latents to the process's own patches, and images for the autoencoder to those that hold such a patch."""
+    """Cut latents to the process's own patches, and the autoencoder's images to the images with such a patch."""
     slots, grids = arguments["latent_slots"], arguments["latent_grids"]
     mine_L = mine_T[slots]
     arguments["drawn_rows"] = _renumbered(arguments["drawn_rows"], mine_L, mine_L.cumsum(0) - 1)

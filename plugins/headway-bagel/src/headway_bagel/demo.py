@@ -197,7 +197,7 @@ def judge_drawings(config: "TrainConfig") -> dict[str, Any]:
 
 
 def text_of_drawings(judged: dict[str, Any], path: Path) -> str:
-    """Say in two lines how many digits were drawn, and which shares were read as what was asked for."""
+    """Text of two lines: the number of drawn digits, and the shares that were read as the wanted digit."""
     return (
         f"drawn digits  {judged['drawn']}, in {path}\n"
         f"read as asked {format_share(judged['read_by_classifier'])} by a classifier of the real digits, "
@@ -233,7 +233,7 @@ def _enlarged(picture: "Image") -> "Image":
 
 
 def _write_demo(folder: Path) -> str:
-    """Write data and model of the demo; returns what was written."""
+    """Write data and model of the demo; returns a line on the files."""
     data = write_drawn_digits(folder / "data")
     write_drawer(folder / "model")
     return (

@@ -140,7 +140,7 @@ def _picture(image: torch.Tensor) -> Pillow.Image:
 
 
 def open_drawer(opened: OpenedModel) -> BagelDrawer:
-    """Make what draws with a model.
+    """Make the drawer of a model.
 
     Raises:
         UsageError: the model draws no images.

@@ -224,7 +224,7 @@ class DrawingEncoder(Encoder):
         return
 
     def fingerprint(self) -> str:
-        """A key that changes when the tokenizer or what decides the sizes of images does."""
+        """A key that changes with the tokenizer and with the settings of image sizes."""
         config = self.config
         key = {
             "version": _VERSION,

@@ -1,4 +1,4 @@
-"""Drawing images with a trained model: steps of Euler from noise to an image, guided away from what nobody asked for.
+"""Drawing images with a trained model: Euler steps from noise to an image, guided towards the request.
 
 Tensor letters as in the package; N images that are drawn together, in one pack, R latent patches of one of them.
 """
@@ -20,7 +20,7 @@ Renorm = Literal["none", "global", "channel", "text-channel"]
 
 @dataclass(frozen=True)
 class Guidance:
-    """The way in which the velocity is led away from what the model would draw without being asked.
+    """Settings that lead the velocity away from the image that the model would draw without a request.
 
     Attributes:
         text: how far it goes from that of the request without its text through that of the whole, and beyond; 1 for no

@@ -64,7 +64,7 @@ class _Vision(nn.Module):
 
 
 class VisionTower(nn.Module):
-    """SigLIP on images of any size, packed; the layer names are those of BAGEL's checkpoints.
+    """SigLIP on packed images of any size, with the layer names of BAGEL's checkpoints.
 
     Source: NaViT (Dehghani et al. 2023) on SigLIP so400m/14 (Zhai et al. 2023).
     """

@@ -234,7 +234,7 @@ def track(
 
 
 def _meter_of(models: tuple[nn.Module, ...]) -> RunMeter:
-    """Find or make the meter of models, which is away between blocks. Other processes are not asked for theirs."""
+    """Find or make the meter of models, which is away between blocks; other processes' meters are not asked."""
     meters, others = _meters.setdefault(models[0], {}), models[1:]
     if others not in meters:
         loop = MeteredLoop(models[0], peak=_NO_PEAK, recompute=None, others=others, watch=True, phases=False)

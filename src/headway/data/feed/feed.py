@@ -24,7 +24,7 @@ _BYTES_PER_PATCH = 1664  # 16 x 16 x 3 bytes over two frames, and 128 for what t
 
 
 def estimated_bytes(tokens: int, patches: int) -> int:
-    """About what a pack takes in memory [bytes]."""
+    """Estimate of a pack's memory [bytes]."""
     return tokens * _BYTES_PER_TOKEN + patches * _BYTES_PER_PATCH
 
 
@@ -99,7 +99,7 @@ class FeedReport:
 
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> "FeedReport":
-        """Take up what `to_dict` gave."""
+        """Read the dictionary that `to_dict` gave."""
         return cls(**{**content, "samples": SampleCounts.from_dict(content["samples"])})
 
 
@@ -243,7 +243,7 @@ class Feed(ABC):
         return self._report
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state after the last step handed out, as plain JSON values; save what `merged` makes of all."""
+        """This rank's state after the last step handed out, as plain JSON values; save the ranks' states `merged`."""
         return {"settings": _plain(self._settings()), "position": self._position(), "report": self._report.to_dict()}
 
     def merged(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -46,7 +46,7 @@ class _LaneWork:
 
 
 class StreamFeed(Feed):
-    """Takes packs from lanes in turn: rank r from those numbered r, r + ranks, and so on.
+    """Takes packs from lanes in turn: rank r takes from the lanes r, r + ranks, and so on.
 
     Lanes that have ended are passed over. A rank whose lanes have all ended ends, while others may go on.
 

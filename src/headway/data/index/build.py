@@ -119,7 +119,7 @@ def build_index(
     counts: SampleCounts | None = None,
     refresh: bool = False,
 ) -> LengthIndex:
-    """Measure every row of a source, or read what was measured before.
+    """Measure every row of a source, or read an earlier measurement.
 
     Rows are measured in units, whose results are kept one by one: a process that was killed at any time goes on from
     there when it is started again. Several processes may build the same index at once.

@@ -1,4 +1,4 @@
-"""Length indices that were made before, found without the model's libraries: importing those takes seconds.
+"""Length indices made before, found without the model's libraries, because their import takes seconds.
 
 An index is kept under a key of the source and of the encoder's fingerprint, which only the tokenizer and processor
 themselves can tell. So beside the indices lies, under a digest of everything that an encoder is made from, the
@@ -53,7 +53,7 @@ def stored_index(source: Source, encoder_fingerprint: str, cache: Path | None = 
 
 
 def count_rows(index: LengthIndex, name: str, policy: BadSamples, counts: SampleCounts) -> None:
-    """Add an index's rows to the counts of all sources, and do with bad ones what the policy says.
+    """Add an index's rows to the counts of all sources, and treat bad rows by the policy.
 
     Raises:
         DataError: rows that cannot be used, by the policy.

@@ -83,7 +83,7 @@ class Sound:
 
 
 class SoundFeatures:
-    """Turns sounds into features for one model: those that read clips by Whisper's features, such as Qwen2-Audio.
+    """Turns sounds into Whisper's features, for one model that reads such clips, for example Qwen2-Audio.
 
     Args:
         processor: the model's own.

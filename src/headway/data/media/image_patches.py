@@ -96,7 +96,7 @@ class ImagePatches:
         return torch.as_tensor(out["pixel_values"]).float(), grids
 
     def _agrees(self, scale: Scale) -> bool:
-        """Tell whether bytes * scale + shift is what the processor makes of a picture of noise."""
+        """Tell whether bytes * scale + shift gives the processor's result for a picture of noise."""
         noise = np.random.default_rng(0).integers(0, 256, (*_PROBE_HW, 3), dtype=np.uint8)
         image = Pillow.fromarray(noise)
         theirs, (grid,) = self._by_processor([image])

@@ -70,7 +70,7 @@ def reading_media(media: Media, where: str, kind: str) -> Iterator[None]:
 
 
 def media_error(media: Media, where: str, kind: str, reason: BaseException | str) -> DataError:
-    """An error that names the sample, the file, its size and what to do.
+    """An error that names the sample, the file, its size and the way out.
 
     Args:
         media: the file or its bytes.

@@ -1,4 +1,4 @@
-"""Rules by which tensors that a processor makes of samples' images are joined to those of a pack.
+"""Rules that join a processor's tensors of samples' images to the tensors of a pack.
 
 The rule is read off the processor: it is run on two samples apart and together, and the tensor of both is compared with
 those of each. Tensor letter: X stands for any axes.
@@ -87,7 +87,7 @@ def pack_tensor(parts: Sequence[torch.Tensor], rule: Joining) -> torch.Tensor:
 
 
 def _shape(parts: Sequence[torch.Tensor], axis: int) -> tuple[int, ...]:
-    """Shape of the parts one after the other along an axis, each filled up to the largest along the others."""
+    """Shape of the parts one after the other along an axis, each filled up to the largest on other axes."""
     sides = [max(sizes) for sizes in zip(*(part.shape for part in parts), strict=True)]
     sides[axis] = sum(part.shape[axis] for part in parts)
     return tuple(sides)

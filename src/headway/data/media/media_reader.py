@@ -56,7 +56,7 @@ class OpenedMedia:
 
     @property
     def sizes(self) -> dict[str, tuple[Any, ...]]:
-        """Sizes of the items of each kind, of those that have any: a picture's tokens may need none."""
+        """Sizes of the items of each kind that has sizes: a picture's tokens may need none."""
         return {name: opened.sizes for name, opened in self.kinds.items() if opened.sizes}
 
     @property
@@ -207,7 +207,7 @@ class MediaReader:
         self._others = {name: opener for name, opener in opened.items() if opener is not None}
 
     def resized(self, sizes: MediaSizes) -> "MediaReader":
-        """The reader of samples that have bounds of their own on what is read of their media.
+        """The reader of samples whose media have bounds of their own.
 
         Raises:
             ConfigError: the model's processor has no such bounds.

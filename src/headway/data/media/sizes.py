@@ -139,7 +139,7 @@ def _with_size(images: Any, bounds: Mapping[str, Any]) -> Any:
 
 
 def _bounds_pixels(images: Any) -> bool:
-    """Tell whether an image processor makes patches with their grid, as many as bounds in its `size` let it.
+    """Tell whether an image processor makes patches with their grid, and bounds in its `size` limit the patches.
 
     A grey square is read with room for all of it, for a quarter, and with a bound from below of four times as much.
     """

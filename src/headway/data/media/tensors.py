@@ -41,7 +41,7 @@ class MediaLayout(ABC):
 
     @abstractmethod
     def joined(self, parts: Sequence[MediaTensors]) -> MediaTensors:
-        """The tensors of several samples as those of one pack."""
+        """The tensors of several samples, joined for one pack."""
 
     @abstractmethod
     def arguments(self, media: MediaTensors, scale: Scale | None) -> dict[str, torch.Tensor]:

@@ -263,7 +263,7 @@ class VideoPatches:
         return SampledClip(clip, tuple(places), self.rules.grid(len(places), *clip.size))
 
     def patches(self, sampled: Sequence[SampledClip]) -> torch.Tensor:
-        """The patches of videos, end to end: (P, D), bytes or what the model reads.
+        """The patches of videos, end to end: (P, D), bytes or the model's own values.
 
         Raises:
             DataError: a video is damaged.

@@ -61,6 +61,6 @@ class MFUCallback(HeadwayCallback):
         super().on_train_begin(args, state, control, **kwargs)
 
     def numbers(self, window: Window) -> dict[str, int | float]:
-        """Pick what the Trainer logs of a window, under mfu-tracker's names."""
+        """Pick the Trainer's numbers of a window, under mfu-tracker's names."""
         names = {"mfu": window.mfu, "hfu": window.hfu, "mbu": window.mbu, "tokens_per_sec": window.tokens_per_s}
         return {f"{self._start}{name}": value for name, value in names.items() if math.isfinite(value)}
