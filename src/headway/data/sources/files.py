@@ -121,11 +121,7 @@ class File:
             raise OSError("it is a web page in place of the file, such as one to sign in at")
 
     def check(self, status: os.stat_result) -> None:
-        """Compare a local file with what was found.
-
-        Raises:
-            DataError: it is another one now.
-        """
+        """Refuse a local file that is another one than was found."""
         if self.stamp not in ("", _stamp(status)):
             raise DataError(
                 f"The file {self.url} changed while it was in use: it has {status.st_size} bytes now, and had "
@@ -218,11 +214,7 @@ def _glob(system: Any, pattern: str) -> Iterator[str]:
 
 
 def _walk(folder: str, most_depth: int | None) -> Iterator[str]:
-    """Files below a folder of this machine, through no link to a folder.
-
-    Raises:
-        DataError: they are too many for a dataset, as below the root.
-    """
+    """Files below a folder of this machine, through no link to a folder; too many for a dataset are refused."""
     num_paths, waiting = 0, [(folder.rstrip("/"), 1)]
     while waiting:
         path, depth = waiting.pop()
@@ -315,11 +307,7 @@ def cached_path(file: File, purpose: str) -> Path:
 
 
 def from_cache(path: Path, load: Callable[[], T | None], make: Callable[[Path], object], content: str) -> T:
-    """Content of a file of the cache, which is made where it is not there or is damaged, when `load` gives None.
-
-    Raises:
-        DataError: it cannot be read where it was just written.
-    """
+    """Content of a file of the cache, which is made where it is not there or is damaged, when `load` gives None."""
     value = load()
     if value is None:
         make(path)
@@ -333,11 +321,7 @@ def from_cache(path: Path, load: Callable[[], T | None], make: Callable[[Path], 
 
 
 def write_cached(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Write a file of the cache, whole or not at all.
-
-    Raises:
-        DataError: the cache's folder cannot be written.
-    """
+    """Write a file of the cache, whole or not at all."""
     try:
         write_whole(path, write)
     except OSError as error:

@@ -163,14 +163,18 @@ def _moment(changed: str) -> str:
 
 def _sha256(file: File) -> str | None:
     """The digest of a file's content as stored, computed once for each state of a local file."""
-    if not file.is_local:
-        return None if file.has_tag else _digest(file)
+    if file.has_tag and not file.is_local:
+        return None
     try:
+        if not file.is_local:
+            with open_url(file.url) as stream:
+                return hashlib.file_digest(cast("Any", stream), "sha256").hexdigest()
         file.check(Path(file.url).stat())
         digest = content_sha256(Path(file.url))
         file.check(Path(file.url).stat())
     except OSError as error:
-        raise _unreadable(file, error) from error
+        reason = error.strerror or error
+        raise DataError(f"{file.url} cannot be read to its end to be hashed: {reason}. Copy it again.") from error
     return digest
 
 
@@ -216,15 +220,3 @@ def content_mark(path: Path, full_bytes: int = 2**24, spots: int = 256) -> str:
                 file.seek(size * spot // spots)
                 digest.update(file.read(_SPOT_BYTES))
     return digest.hexdigest()
-
-
-def _digest(file: File) -> str:
-    try:
-        with open_url(file.url) as stream:
-            return hashlib.file_digest(cast("Any", stream), "sha256").hexdigest()
-    except OSError as error:
-        raise _unreadable(file, error) from error
-
-
-def _unreadable(file: File, error: OSError) -> DataError:
-    return DataError(f"{file.url} cannot be read to its end to be hashed: {error.strerror or error}. Copy it again.")

@@ -195,18 +195,17 @@ def _class(label: Any) -> str:
 
 
 def _prompt_completion(prompt: Any, completion: Any, media: RowMedia) -> tuple[Message, ...]:
-    prompt_turns = [{"role": "user", "content": prompt}] if words_of(prompt) is not None else prompt
-    completion_turns = (
-        [{"role": "assistant", "content": completion}] if words_of(completion) is not None else completion
+    shown, learnt = (
+        [{"role": role, "content": value}] if words_of(value) is not None else value
+        for role, value in (("user", prompt), ("assistant", completion))
     )
-    if not isinstance(prompt_turns, list) or not isinstance(completion_turns, list):
+    if not isinstance(shown, list) or not isinstance(learnt, list):
         raise DataError(
             f'"prompt" is {shortened(prompt)} and "completion" is {shortened(completion)}, but each must be a string '
             "or a list of messages."
         )
-    messages = read_turns([*prompt_turns, *completion_turns], "messages", media)
-    shown = messages[: len(prompt_turns)]  # of which TRL learns nothing either
-    return unlearnt(shown) + messages[len(prompt_turns) :]
+    messages = read_turns([*shown, *learnt], "messages", media)
+    return unlearnt(messages[: len(shown)]) + messages[len(shown) :]  # TRL learns nothing of a prompt either
 
 
 def _rounds(schema: str, fields: dict[str, Any], media: RowMedia) -> tuple[Message, ...]:

@@ -221,9 +221,6 @@ def _is_open_after(line: bytes, is_open: bool, separator: bytes) -> bool:
 def _values(text: str, separator: str) -> list[str]:
     """The values of a row, which `csv` would end at a lone carriage return: pandas writes one without quotes.
 
-    Raises:
-        DataError: a value in quotes does not end, or something stands behind it.
-
     >>> _values('a,"b, c",', ",")
     ['a', 'b, c', '']
     """
@@ -253,11 +250,7 @@ def _values(text: str, separator: str) -> list[str]:
 
 
 def parse_object(content: bytes, rule: str) -> dict[str, Any]:
-    """Read a JSON object.
-
-    Raises:
-        DataError: it is none, or not UTF-8; the message ends with the rule.
-    """
+    """Read a JSON object; the error of anything else ends with the rule."""
     try:
         value = json.loads(decoded(content), object_pairs_hook=_object)
     except json.JSONDecodeError as error:
@@ -278,19 +271,17 @@ def parse_object(content: bytes, rule: str) -> dict[str, Any]:
 
 
 class _Repeating(dict[str, Any]):
-    """An object that has one name twice, and of both the later value."""
+    """An object that has one name twice, and of both the later value: no harm in a column that nobody reads."""
 
     name = ""
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON, which may have a name twice in a column that nobody reads."""
     fields = dict(pairs)
-    if len(fields) == len(pairs):
-        return fields
-    repeating = _Repeating(fields)
-    repeating.name = Counter(name for name, _ in pairs).most_common(1)[0][0]
-    return repeating
+    if len(fields) < len(pairs):
+        fields = _Repeating(fields)
+        fields.name = Counter(name for name, _ in pairs).most_common(1)[0][0]
+    return fields
 
 
 def _is_encodable(value: Any) -> bool:
@@ -302,11 +293,7 @@ def _is_encodable(value: Any) -> bool:
 
 
 def decoded(content: bytes) -> str:
-    """Read UTF-8, without the mark that some editors put before it.
-
-    Raises:
-        DataError: it is something else.
-    """
+    """Read UTF-8, without the mark that some editors put before it."""
     try:
         return content.removeprefix(_BOM).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -327,22 +314,14 @@ def json_or_words(words: str) -> Any:
 
 
 class Unreadable:
-    """A value that its table cannot give: no harm in a column that nobody reads.
-
-    Args:
-        error: of a row whose reader wants it.
-    """
+    """A value that its table cannot give: an error of a row whose reader wants it, and no harm to others."""
 
     def __init__(self, error: DataError) -> None:
         self.error = error
 
 
 def shortened(value: Any) -> str:
-    """A value as JSON, cut to fit into a message; bytes by their number alone.
-
-    Raises:
-        DataError: it could not be read in the first place.
-    """
+    """A value as JSON, cut to fit into a message; bytes by their number alone; of an unreadable one its own error."""
     if isinstance(value, bytes):
         return f"{len(value):,} bytes, to be cast to string where they are words"
     text = json.dumps(value, ensure_ascii=False, default=_described)
