@@ -195,10 +195,10 @@ def _class(label: Any) -> str:
 
 
 def _prompt_completion(prompt: Any, completion: Any, media: RowMedia) -> tuple[Message, ...]:
-    shown, learnt = (
+    shown, learnt = [
         [{"role": role, "content": value}] if words_of(value) is not None else value
         for role, value in (("user", prompt), ("assistant", completion))
-    )
+    ]
     if not isinstance(shown, list) or not isinstance(learnt, list):
         raise DataError(
             f'"prompt" is {shortened(prompt)} and "completion" is {shortened(completion)}, but each must be a string '
