@@ -1,5 +1,6 @@
 """Measure any training loop: exact FLOPs against the one clock, in three lines and at no cost to the loop."""
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,11 +11,23 @@ from headway.devices import Peak
 from headway.errors import RankLostError, UsageError
 from headway.log.sink import Sink
 from headway.log.sinks import Sinks
-from headway.meter.batch_share import batch_share
+from headway.meter.batch_share import BatchShare, batch_share, stage_of
+from headway.meter.clock import ForwardTimer
+from headway.meter.environment import (
+    bandwidth_of,
+    device_here,
+    device_of,
+    peak_of,
+    recompute_of,
+    settings_of,
+    traffic_or_warn,
+)
 from headway.meter.goodput import Goodput
 from headway.meter.host_gather import HostAllGather
-from headway.meter.step_meter import MeteredLoop, StepMeter
-from headway.meter.tally import Sums
+from headway.meter.phases import PhaseTimer
+from headway.meter.step_meter import StepMeter
+from headway.meter.tally import Sums, Tally
+from headway.meter.watch import ForwardWatch
 from headway.meter.window import Window
 
 
@@ -92,7 +105,7 @@ class Meter(StepMeter):
         goodput: Goodput | None = None,
         smooth_over: int = 1,
         packing_length: int | None = None,
-        batch_ranks: int | None = None,
+        batch_ranks: int | BatchShare | None = None,
         steps_before: int = 0,
         watch: bool | None = None,
         others: Sequence[Any] = (),
@@ -105,24 +118,57 @@ class Meter(StepMeter):
                 f"log_every={log_every}, smooth_over={smooth_over}, num_warmup_steps={num_warmup_steps}: a window has "
                 "at least 1 step, is smoothed over at least 1 window, and a number of warm-up steps is 0 or more."
             )
-        loop = MeteredLoop(
-            model,
-            cost_model=cost_model,
-            results=results,
-            peak=peak,
-            device=device,
-            optimizer=optimizer,
-            memory_bytes_per_s=memory_bytes_per_s,
-            recompute=recompute,
-            ceiling=ceiling,
-            packing_length=packing_length,
-            batch_share=batch_share(model, batch_ranks),
-            steps_before=steps_before,
-            watch=watch,
-            others=others,
-            phases=phases,
+        # a cost model is on no device, so that the process's own is meant
+        if device is None:
+            device = device_here() if isinstance(model, CostModel) else device_of(model)
+        super().__init__(device, goodput, clock)
+        self.results, self._watch, self._has_own_ledger = results, watch, cost_model is not None
+        ledger = self._ledger(model, cost_model)
+        # a stage of a pipeline counts what it runs itself, and the first of them the tokens
+        share = batch_ranks if isinstance(batch_ranks, BatchShare) else batch_share(model, batch_ranks)
+        self.batch_share = share
+        if share.ranks > 1 and (stage := stage_of(model, ledger)) is not None:
+            ledger, self._counts_tokens, self.batch_share = stage, share.is_first, batch_share(model)
+        self.cost_model = ledger
+        self.peak = peak if peak is not None else peak_of(model, self.device)
+        self.recompute = recompute_of(model) if recompute is None else recompute
+        self._reads_recompute = recompute is None
+        self.steps_before = steps_before
+        self._traffic = (
+            None if optimizer is None else traffic_or_warn(model, optimizer, self.cost_model, self.recompute, results)
         )
-        super().__init__(loop, smooth_over, goodput, clock)
+        self.models = [self.cost_model]
+        self._own = {0}  # places of the trained model's
+        self._forward_traffic = {}
+        self._note_traffic(0, model)
+        self._watches = []
+        self._leaves = lambda: None  # of the trained model, whose watch holds them
+        self._add_others(others)
+        self.ceiling = ceiling
+        self.memory_bytes_per_s = memory_bytes_per_s or bandwidth_of(self.device)
+        # what steps add up to, and what rates are compared with
+        self._tally = Tally(
+            self.peak,
+            smooth_over,
+            ceiling_flops_per_s=math.nan if ceiling is None else ceiling.flops_per_s,
+            peak_bytes_per_s=self.memory_bytes_per_s,
+            packing_length=packing_length,
+            batch_ranks=self.batch_share.ranks,
+            devices=self._phase_clock.devices,
+        )
+        self._warned = set()
+        # forwards are timed where there is a module, and steps wait here until the device has passed them
+        if not isinstance(model, CostModel):
+            self._forwards = ForwardTimer(model, self._mark)
+            has_queue = self.device is not None and self.device.type == "cuda"
+            if phases:
+                self._phases = PhaseTimer(self._forwards, self._mark, self.boundary, has_queue=has_queue)
+        self._settings = settings_of(model, self.device)
+        self._batches = []
+        self._pending = self._make_pending(keeps_steps=False)
+        if watch is not False and self.model is not None:
+            counts = bool(watch) or not self.cost_model.rows
+            self.add_watch(ForwardWatch(model, self, counts=counts))
         self.log_every = log_every
         self.num_warmup_steps = num_warmup_steps
         # where windows go

@@ -2,26 +2,22 @@
 
 from collections.abc import Sequence
 
-from headway.meter.goodput import Goodput
-from headway.meter.step_meter import MeteredLoop, StepMeter
+from headway.meter.meter import Meter
 from headway.meter.tally import Sums
 from headway.meter.window import Window
 
 
-class RunMeter(StepMeter):
+class RunMeter(Meter):
     """Measures a loop that exchanges its ranks' numbers with its own messages; each step is a window.
 
-    The loop hands what `finished` gives of every rank to `merge`.
-
-    Args:
-        loop: what is metered.
-        goodput: ledger of the run's time, kept by rank 0.
+    The loop hands what `finished` gives of every rank to `merge`. Arguments are those of `Meter`.
     """
 
-    def __init__(self, loop: MeteredLoop, goodput: Goodput | None = None) -> None:
-        super().__init__(loop, 1, goodput, None)
-        self._arrived: list[list[tuple[int, Sums]]] = []  # of each rank, steps that not all ranks have passed yet
-        self._num_merged = 0
+    _arrived: Sequence[list[tuple[int, Sums]]] = ()  # of each rank, steps that not all ranks have passed yet
+    _num_merged = 0
+
+    def _opens(self) -> bool:
+        return False
 
     def step(self, *, skipped: bool = False, **extra: float) -> None:
         """End an optimizer step; arguments as of `Meter.step`."""
@@ -63,3 +59,6 @@ class RunMeter(StepMeter):
 
     def _last_window(self) -> None:
         """Nothing: the loop has merged what there was."""
+
+    def _warn(self, window: Window | None) -> None:
+        """Nothing: the loop has shown each step."""

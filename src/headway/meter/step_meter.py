@@ -1,155 +1,88 @@
 """Work of every meter of a loop: it knows the model's costs, and keeps each step until the device has passed it."""
 
-import math
 import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Self
+from dataclasses import replace
+from typing import Any, Self
 
 from headway.count import CostModel, Generation, Workload
 from headway.devices import Peak
 from headway.errors import HeadwayError, UsageError
 from headway.meter import pauses
-from headway.meter.batch_share import BatchShare, batch_share, stage_of
+from headway.meter.batch_share import BatchShare
 from headway.meter.batches import input_gradients_of, read_or_copy
-from headway.meter.clock import ForwardTimer
 from headway.meter.environment import (
     anomaly_mode,
-    bandwidth_of,
-    device_here,
-    device_of,
     largest_memory,
-    peak_of,
     recompute_of,
-    settings_of,
-    traffic_or_warn,
 )
-from headway.meter.goodput import Goodput
 from headway.meter.leaves import Leaves
+from headway.meter.memory_traffic import ForwardTraffic
 from headway.meter.pending import Billing, PendingStep, PendingSteps, as_they_ran
-from headway.meter.phases import PhaseTimer, data_parallel_around
+from headway.meter.phases import data_parallel_around
 from headway.meter.step_clock import LoopWatcher, StepClock
 from headway.meter.step_phases import REST, NamedPhase
 from headway.meter.tally import Tally
 from headway.meter.watch import ForwardWatch, in_components_of, ledger_of
 from headway.meter.window import Window
 
-if TYPE_CHECKING:
-    from headway.meter.memory_traffic import ForwardTraffic
 
+class StepMeter(StepClock, ABC):
+    """Counts the steps of a loop, and keeps their numbers until the device has passed them; `Meter` sets it up.
 
-@dataclass(frozen=True)
-class MeteredLoop:
-    """Facts of a loop that a meter takes; `Meter` explains each argument."""
+    Attributes:
+        results: from which results of the trained model its backward starts, as for `headway.trace`.
+        models: ledgers of all that the steps run; those of shapes join as they come.
+        failure: the error that ended the counting of forwards; None while all is well.
+        on_failure: told of it, in place of a warning.
+        second_backward: name of a model through whose forward a second backward has gone.
+    """
 
-    model: Any
-    cost_model: CostModel | None = None
-    results: Any = None
-    peak: Peak | None = None
-    device: Any = None
-    optimizer: Any = None
-    memory_bytes_per_s: float | None = None
-    recompute: str | None = "none"
-    ceiling: Peak | None = None
-    packing_length: int | None = None
-    batch_share: BatchShare = BatchShare()  # noqa: RUF009 - frozen
-    steps_before: int = 0
-    others: Sequence[Any] = ()
-    watch: bool | None = False
-    phases: bool = True
+    results: Any
+    cost_model: CostModel
+    models: list[CostModel]
+    batch_share: BatchShare
+    recompute: str
+    ceiling: Peak | None
+    memory_bytes_per_s: float
+    steps_before: int
+    num_steps = 0
+    failure: Exception | None = None
+    on_failure: Callable[[Exception], None] | None = None
+    second_backward = ""
+    _counts_tokens = True
+    _has_own_ledger: bool  # whether the loop gave the cost model
+    _reads_recompute: bool  # whether it is read off the model
+    _watch: bool | None
+    _own: set[int]  # places of the ledgers of the trained model
+    _tally: Tally
+    _traffic: Any
+    _forward_traffic: dict[int, ForwardTraffic]
+    _watches: list[ForwardWatch]
+    _leaves: Callable[[], Leaves | None]  # of the trained model, whose watch holds them
+    _batches: list[tuple[Any, Billing]]
+    _warned: set[str]  # texts of warnings, or what they are about
+    _settings: dict[str, Any]
+    _pending: PendingSteps
+    _run: Window | None = None
+    _places: pauses.PlaceSampler | None = None
 
-    def ledger(self, model: Any) -> CostModel:
+    def _ledger(self, model: Any, cost_model: CostModel | None = None) -> CostModel:
         """Take the cost model that the loop gives, or trace its model as it is now.
 
         Raises:
             UsageError: the results of a backward are named, though nothing is traced.
         """
-        ledger = model if isinstance(model, CostModel) else self.cost_model
+        ledger = model if isinstance(model, CostModel) else cost_model
         if ledger is None:
-            return ledger_of(model, self.results, self.watch)
+            return ledger_of(model, self.results, self._watch)
         if self.results is not None:
             raise UsageError(
                 f"results={self.results!r} of a model with a cost model: nothing is traced. Give one of the two."
             )
         return ledger
-
-
-class StepMeter(StepClock, ABC):
-    """Counts the steps of a loop, and keeps their numbers until the device has passed them.
-
-    Args:
-        loop: what is metered.
-        smooth_over: windows over which smoothed numbers go.
-        goodput: ledger of the run's time.
-        clock: the host's monotonic clock [s].
-    """
-
-    def __init__(
-        self, loop: MeteredLoop, smooth_over: int, goodput: Goodput | None, clock: Callable[[], float] | None
-    ) -> None:
-        model = loop.model
-        # a cost model is on no device, so that the process's own is meant
-        device = loop.device
-        if device is None:
-            device = device_here() if isinstance(model, CostModel) else device_of(model)
-        super().__init__(device, goodput, clock)
-        ledger = loop.ledger(model)
-        # a stage of a pipeline counts what it runs itself, and the first of them the tokens
-        self.batch_share, self._counts_tokens = loop.batch_share, True
-        stage = stage_of(model, ledger) if loop.batch_share.ranks > 1 else None
-        if stage is not None:
-            ledger, self._counts_tokens, self.batch_share = stage, loop.batch_share.is_first, batch_share(model)
-        self.cost_model = ledger
-        self.peak = loop.peak if loop.peak is not None else peak_of(model, self.device)
-        self._loop = replace(loop, model=None, others=())  # the meter must not keep a model alive
-        self.recompute = recompute_of(model) if loop.recompute is None else loop.recompute
-        self.num_steps = 0
-        self.steps_before = loop.steps_before
-        self._traffic = (
-            None
-            if loop.optimizer is None
-            else traffic_or_warn(model, loop.optimizer, self.cost_model, self.recompute, loop.results)
-        )
-        # ledgers of all that the steps run; those of shapes join as they come
-        self.models = [self.cost_model]
-        self._own = {0}  # places of the trained model's
-        self._forward_traffic: dict[int, ForwardTraffic] = {}
-        self._note_traffic(0, model)
-        self._watches: list[ForwardWatch] = []
-        self.failure: Exception | None = None  # what ended the counting of forwards; None while all is well
-        self.on_failure: Callable[[Exception], None] | None = None  # told of it, in place of a warning
-        self._leaves: Callable[[], Leaves | None] = lambda: None  # of the trained model, whose watch holds them
-        self._add_others(loop)
-        self.ceiling = loop.ceiling
-        self.memory_bytes_per_s = loop.memory_bytes_per_s or bandwidth_of(self.device)
-        # what steps add up to, and what rates are compared with
-        self._tally = Tally(
-            self.peak,
-            smooth_over,
-            ceiling_flops_per_s=math.nan if loop.ceiling is None else loop.ceiling.flops_per_s,
-            peak_bytes_per_s=self.memory_bytes_per_s,
-            packing_length=loop.packing_length,
-            batch_ranks=self.batch_share.ranks,
-            devices=self._phase_clock.devices,
-        )
-        self._run: Window | None = None
-        self._warned: set[str] = set()  # texts of warnings, or what they are about
-        self.second_backward = ""  # name of a model through whose forward a second backward has gone
-        # forwards are timed where there is a module, and steps wait here until the device has passed them
-        if not isinstance(model, CostModel):
-            self._forwards = ForwardTimer(model, self._mark)
-            has_queue = self.device is not None and self.device.type == "cuda"
-            if loop.phases:
-                self._phases = PhaseTimer(self._forwards, self._mark, self.boundary, has_queue=has_queue)
-        self._places: pauses.PlaceSampler | None = None
-        self._settings = settings_of(model, self.device)
-        self._batches: list[tuple[Any, Billing]] = []
-        self._pending = self._make_pending(keeps_steps=False)
-        if loop.watch is not False and self.model is not None:
-            counts = bool(loop.watch) or not self.cost_model.rows
-            self.add_watch(ForwardWatch(model, self, counts=counts))
 
     def start(self) -> None:
         """Start the clock; the first `count`, `batches` or `away` does so by itself. The device is waited for once."""
@@ -172,9 +105,9 @@ class StepMeter(StepClock, ABC):
         for watcher in tuple(self.watchers):
             watcher.start(self)
 
-    def _add_others(self, loop: MeteredLoop) -> None:
+    def _add_others(self, others: Sequence[Any]) -> None:
         """Take in what else the steps run: cost models, which `count` names, and modules, which are watched."""
-        for other in loop.others:
+        for other in others:
             if isinstance(other, CostModel | tuple):
                 module, ledger = other if isinstance(other, tuple) else (other, other)
                 self.models.append(ledger)
@@ -230,11 +163,6 @@ class StepMeter(StepClock, ABC):
             self._watches.remove(other)
         self._watches.insert(0 if watch.is_trained else len(self._watches), watch)
 
-    @property
-    def results(self) -> Any:
-        """From which results of the trained model its backward starts, as for `headway.trace`."""
-        return self._loop.results
-
     def follow(self, leaves: Leaves) -> None:
         """Look, once a step, which parameters a model has, and trace the trained one again where they are others."""
         if leaves.step == self.num_steps:
@@ -243,19 +171,19 @@ class StepMeter(StepClock, ABC):
         signature, checkpointed = leaves.signature(), leaves.checkpointed
         if leaves is not self._leaves():
             return
-        if self._loop.recompute is None and checkpointed != self._checkpointed:
+        if self._reads_recompute and checkpointed != self._checkpointed:
             self._checkpointed, self.recompute = checkpointed, recompute_of(self.model)
         if signature == self._signature:
             return
         self._signature = signature
-        if self._loop.cost_model is not None:
+        if self._has_own_ledger:
             name = type(self.model).__name__
             self._warn_once(f"{name} has other parameters than the cost model by which this meter counts its steps.")
             return
         if not self.cost_model.rows:
             return  # each forward is traced by its shapes, and those of the parameters
         with self.away("compile"):
-            self.cost_model = self._loop.ledger(self.model)
+            self.cost_model = self._ledger(self.model)
         self.add_ledger(self.cost_model, is_trained=True)
 
     def _warn_once(self, message: str, category: type[Warning] = RuntimeWarning, about: str = "") -> None:

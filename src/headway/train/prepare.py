@@ -51,7 +51,6 @@ from headway.log.run_files import CHECKPOINTS, EXPORTS, RUN, write_json
 from headway.meter.batch_share import BatchShare
 from headway.meter.environment import bandwidth_of
 from headway.meter.run_meter import RunMeter
-from headway.meter.step_meter import MeteredLoop
 from headway.models.load import Processor, load_model_config, load_processor
 from headway.models.lora import write_adapter_config
 from headway.models.new_rows import embedding_rows
@@ -298,18 +297,17 @@ def _meter(parts: RunParts, optimizer: Optimizer, objective: Objective, checkpoi
     if not config.model.flops:  # a share of the peak would be 0
         peak = replace(peak, flops_per_s=math.nan, source="model.flops is false")
     return RunMeter(
-        MeteredLoop(
-            trained.model,
-            cost_model=trained.cost_model,
-            peak=peak,
-            device=device,
-            optimizer=optimizer if math.isfinite(bandwidth_of(device)) else None,
-            recompute=with_head(trained.recompute) if config.weighs_losses else trained.recompute,
-            packing_length=config.data.tokens_per_pack,
-            batch_share=BatchShare(ranks.sequence, is_first=ranks.bills),
-            steps_before=checkpoint.step if checkpoint is not None else 0,
-            others=tuple(objective.ledgers),
-        )
+        trained.model,
+        cost_model=trained.cost_model,
+        peak=peak,
+        device=device,
+        optimizer=optimizer if math.isfinite(bandwidth_of(device)) else None,
+        recompute=with_head(trained.recompute) if config.weighs_losses else trained.recompute,
+        packing_length=config.data.tokens_per_pack,
+        batch_ranks=BatchShare(ranks.sequence, is_first=ranks.bills),
+        steps_before=checkpoint.step if checkpoint is not None else 0,
+        others=tuple(objective.ledgers),
+        watch=False,
     )
 
 

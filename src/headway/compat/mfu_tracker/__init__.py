@@ -24,11 +24,11 @@ from headway.devices.lookup import dtype_label
 from headway.devices.probe import report
 from headway.errors import UnknownDeviceError, UsageError
 from headway.meter import clock
+from headway.meter.batch_share import BatchShare
 from headway.meter.batches import input_gradients_of, workload_of
 from headway.meter.environment import device_of
 from headway.meter.hooks import arguments_by_name
 from headway.meter.run_meter import RunMeter
-from headway.meter.step_meter import MeteredLoop
 from headway.meter.watch import ledger_of
 from headway.meter.window import Window
 from headway.tracing.shapes import ShapeTraces, without_data
@@ -237,8 +237,9 @@ def _meter_of(models: tuple[nn.Module, ...]) -> RunMeter:
     """Find or make the meter of models, which is away between blocks; other processes' meters are not asked."""
     meters, others = _meters.setdefault(models[0], {}), models[1:]
     if others not in meters:
-        loop = MeteredLoop(models[0], peak=_NO_PEAK, recompute=None, others=others, watch=True, phases=False)
-        meters[others] = RunMeter(loop)
+        meters[others] = RunMeter(
+            models[0], peak=_NO_PEAK, others=others, watch=True, phases=False, batch_ranks=BatchShare()
+        )
         meters[others].leave("idle")
     if not meters[others].is_away:
         raise UsageError(f"a block that tracks {type(models[0]).__name__} is open already: close it first.")
