@@ -288,3 +288,23 @@ def test_steps_that_a_profile_made_slower_are_in_no_finding_where_records_tell_t
     found = explain_records(write(tmp_path / "metrics.jsonl", *records))
     assert {finding.id for finding in found.findings} == (set() if says_so else {"unstable-steps"})
     assert len(found.steps) == 24  # all are shown
+
+
+def test_a_long_run_is_explained_in_windows_whose_sums_are_those_of_its_steps(tmp_path, monkeypatch):
+    """Records of 100 steps are held in at most 16: twelve windows of 8 and one of 4, numbered by their last step."""
+    times = [(0.25, 0.5 + step / 64, 100, 120) for step in range(100)]
+    path = metered(tmp_path / "metrics.jsonl", times, ceiling=CEILING)
+    whole = explain_records(path)
+    monkeypatch.setattr("headway.explain.recorded_steps._MOST_RECORDS", 16)
+    windows = explain_records(path)
+    assert "the run is long: up to 8 records that follow each other are joined into one." in windows.notes
+    assert [window.step for window in windows.steps] == [*range(8, 97, 8), 100]
+    for place, window in enumerate(windows.steps):
+        steps = whole.steps[8 * place : 8 * place + 8]
+        assert window.duration_ns == pytest.approx(sum(step.duration_ns for step in steps) / len(steps), abs=1)
+        for line in window.lines:
+            of_steps = [part.ns for step in steps for part in step.lines if part.key == line.key]
+            assert line.ns == pytest.approx(sum(of_steps) / len(steps), abs=16)
+    # a step that is asked for stands alone
+    (alone,) = explain_records(path, step=37).steps
+    assert (alone.step, alone.duration_ns) == (37, whole.steps[36].duration_ns)

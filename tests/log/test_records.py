@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from headway.count import FlopCount, FlopRow
+from headway.count import FlopCount, FlopRow, Workload
 from headway.devices import Peak
 from headway.errors import LogError
 from headway.log.jsonl import read_jsonl
-from headway.log.records import RecordLines, StepRecord, read_records
+from headway.log.records import RecordLines, StepRecord, joined, read_records
 from headway.log.sinks import Sinks
-from headway.meter import Window
+from headway.meter import Meter, Window
+from helpers.device import COST_MODEL, Clock
 
 PEAK = Peak("test device", 1e12, "fp32", "made up for a test")
 AWAY = dict.fromkeys(("compile", "evaluation", "checkpoint"), 0.0)
@@ -130,3 +131,39 @@ def test_a_torn_last_line_is_passed_over(tmp_path):
     path = written(tmp_path / "a.jsonl", [replace(STEP, step=step).to_dict() for step in (1, 2)])
     path.write_bytes(path.read_bytes()[:-20])
     assert [record["step"] for record in read_records(path)] == [1]
+
+
+def test_records_that_are_joined_are_the_record_of_a_window():
+    """The meter itself adds steps up where a window has several."""
+    written = {}
+    for log_every in (1, 2):
+        clock, windows = Clock(), []
+        meter = Meter(
+            COST_MODEL, clock=clock, peak=PEAK, log_every=log_every, packing_length=100, recompute="full",
+            on_window=windows.append, ceiling=Peak("measured", 5e11, "fp32", "here"),
+        )  # fmt: skip
+        for lengths, away_s in (([30, 20], 0.0), ([70], 2.0), ([5], 0.0), ([], 0.0)):
+            meter.await_data()
+            clock.now_s += 0.25
+            meter.got_data()
+            with meter.away():
+                clock.now_s += away_s
+            with meter.phase("update"):
+                meter.count(Workload(lengths, slots=max(1, sum(lengths)) + 10))
+                clock.now_s += 1.0
+            meter.step(skipped=lengths == [70])
+        meter.close()
+        written[log_every] = [window.to_dict() for window in windows]
+    pairs = zip(written[1][::2], written[1][1::2], strict=True)
+    again = [StepRecord(joined(one.measured, other.measured)) for one, other in pairs]
+    differing = {"collection_s", "peak_memory_bytes", "places"}  # as the machine was
+    for record, window in zip(again, written[2], strict=True):
+        numbers = {name: value for name, value in record.items() if name not in differing}
+        assert numbers == {name: near(value) for name, value in window.items() if name not in differing}
+
+
+def near(value):
+    """The same but for the rounding of a sum of floats."""
+    if isinstance(value, dict):
+        return {name: near(part) for name, part in value.items()}
+    return pytest.approx(value, rel=1e-12) if isinstance(value, float) else value

@@ -6,7 +6,7 @@ window of steps, of all ranks together.
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +22,12 @@ from headway.explain.explanation import (
 from headway.explain.findings.evidence import RunEvidence, RunStep, StepEvidence, as_number
 from headway.explain.findings.rules import find
 from headway.explain.phases import phase_lines
+from headway.explain.recorded_steps import RecordedStep, checked_record, read_steps
 from headway.explain.run_folder import BESIDE, device_of_run, notes_of_run, time_beside
-from headway.files import open_plain
-from headway.log.jsonl import sharing_decoder
-from headway.log.records import RecordReader, is_header
 from headway.report.numbers import finite, integer, quantity
 from headway.report.step_lines import NAMES
 from headway.words import Argument
 
-_MOST_STEPS = 2**53  # a larger number is no float
 _MOST_FLOPS = 10**30  # of all devices in one record
 _LOST_WORK = ("recomputation", "padding")  # keys of lines of what is computed in vain
 _PHASE_LINES = {
@@ -39,32 +36,6 @@ _PHASE_LINES = {
 }  # keys of the lines of phases
 _FACTS = ("optimizer", "anomaly_mode", "weights_dtype")  # about the loop, that rules read
 _ALL_COMPONENTS = "all components"  # of FLOPs that the record does not divide
-
-
-@dataclass(frozen=True, slots=True)
-class _StepRecord:
-    """One record of steps, checked: what all of explain needs of it."""
-
-    step: int
-    num_steps: int
-    wall_ns: int  # of all its steps
-    away_ns: int  # within them, and not training
-    world_size: int
-    record: Mapping[str, Any]
-    is_left_out: bool = False  # all its steps were warm-up or compiled something: it tells their time alone
-
-    def ns(self, name: str) -> int:
-        """Time of a step that the record has under a name in seconds, its share of the record's [ns]."""
-        return round((quantity(self.record.get(name)) or 0.0) * 1e9) // self.num_steps
-
-    def phases_ns(self) -> dict[str, int]:
-        """Phases of a step [ns], as those of the sampled steps divide it; none where no step was sampled."""
-        times = self.record.get("phases_s")
-        seconds = {} if not isinstance(times, Mapping) else {str(k): quantity(s) or 0.0 for k, s in times.items()}
-        total_s = sum(seconds.values())
-        if not total_s:
-            return {}
-        return {name: round(s / total_s * self.wall_ns / self.num_steps) for name, s in seconds.items()}
 
 
 def explain_records(path: Path, *, step: int | None = None, rank: int | None = None) -> JobExplanation:
@@ -91,7 +62,7 @@ def explain_with_records(
             Argument("rank", rank),
             ": records are of all ranks together. Profile that rank with run.profile.ranks, and explain its trace.",
         )
-    every, notes = _read_records(path)
+    every, notes = read_steps(path, single=step)
     # Steps that are left out are in no rate; they are shown where there is nothing else, and their compiling counts.
     entries = _counted(every)
     device_name, memory_bytes = device_of_run(path.parent)
@@ -140,7 +111,7 @@ def find_in_records(records: Iterable[Mapping[str, Any]], memory_bytes: int | No
     Returns:
         At most five, the dearest first.
     """
-    every = [entry for record in records if (entry := _checked(record)) is not None]
+    every = [entry for record in records if (entry := checked_record(record)) is not None]
     entries = _counted(every)
     entries = [entries[place] for place in _unprofiled(entries)]
     waterfalls = [_waterfall(entry, _work(entry, "the run"), "") for entry in entries]
@@ -150,12 +121,12 @@ def find_in_records(records: Iterable[Mapping[str, Any]], memory_bytes: int | No
     return list(_findings(entries, waterfalls, RunEvidence(run_steps, left_out=_left_out(every, _counted(every)))))
 
 
-def _counted(entries: list[_StepRecord]) -> list[_StepRecord]:
+def _counted(entries: list[RecordedStep]) -> list[RecordedStep]:
     """The records of counted steps; all where there are no others."""
     return [entry for entry in entries if not entry.is_left_out] or entries
 
 
-def _left_out(every: list[_StepRecord], entries: list[_StepRecord]) -> list[RunStep]:
+def _left_out(every: list[RecordedStep], entries: list[RecordedStep]) -> list[RunStep]:
     """Make the places in the series of records that are shown nowhere."""
     if len(every) == len(entries):
         return []
@@ -166,22 +137,22 @@ def _left_out(every: list[_StepRecord], entries: list[_StepRecord]) -> list[RunS
     ]
 
 
-def _has_compiled(entry: _StepRecord) -> bool:
+def _has_compiled(entry: RecordedStep) -> bool:
     return bool(entry.record.get("recompiles") or (entry.record.get("num_left_out") and entry.ns("compile_s")))
 
 
-def _findings(entries: list[_StepRecord], waterfalls: list[StepWaterfall], run: RunEvidence) -> tuple[Finding, ...]:
+def _findings(entries: list[RecordedStep], waterfalls: list[StepWaterfall], run: RunEvidence) -> tuple[Finding, ...]:
     return find(StepEvidence(waterfalls[run.num_first :], {0: _facts(entries)}), run)
 
 
-def _unprofiled(entries: list[_StepRecord]) -> list[int]:
+def _unprofiled(entries: list[RecordedStep]) -> list[int]:
     """Find the records that are judged: those that a profile made slower only where there are no others."""
     numbers = [as_number(entry.record.get("num_profiled")) or 0.0 for entry in entries]
     usual = [place for place, entry in enumerate(entries) if 2 * numbers[place] <= entry.num_steps]
     return usual or list(range(len(entries)))
 
 
-def _facts(entries: list[_StepRecord]) -> dict[str, Any]:
+def _facts(entries: list[RecordedStep]) -> dict[str, Any]:
     """Facts that rules about single steps may ask of the loop, under the names that a trace has for it."""
     return {
         "steps": {
@@ -191,81 +162,7 @@ def _facts(entries: list[_StepRecord]) -> dict[str, Any]:
     }
 
 
-def _read_records(path: Path) -> tuple[list[_StepRecord], list[str]]:
-    """Read the records of steps, each step once, and say what else the file holds."""
-    by_step: dict[int, _StepRecord] = {}
-    # Lines of other kinds and damaged lines are counted, so that the notes say what is left out.
-    others, timeless, unreadable, repeated = 0, 0, list[int](), 0
-    is_torn, reader = False, RecordReader(sharing_decoder())
-    try:
-        with open_plain(path) as file:
-            for number, line in enumerate(file, start=1):
-                if not line.strip():
-                    continue
-                record = reader.read(line)
-                if record is None:
-                    unreadable.append(number)
-                    # Only the last line of a file can lack its end.
-                    is_torn = not line.endswith(b"\n")
-                    continue
-                if is_header(record):
-                    continue
-                entry = _checked(record)
-                if entry is None:
-                    others += 1
-                    timeless += record.get("kind", "step") == "step"
-                    continue
-                # A run that was resumed records steps again: the last record of each counts.
-                repeated += by_step.pop(entry.step, None) is not None
-                by_step[entry.step] = entry
-    except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be read: {error.strerror or error}. Name a run folder or its file."
-        ) from error
-    if not by_step:
-        lines = f"only {others} other records" if others else "no line that can be read"
-        raise ConfigError(
-            f"{path} holds no record of a step with its time (wall_s, or step_s), {lines}. Let the run take a step, or "
-            "give the metrics.jsonl of `headway train` or of `Meter(log_to=[...])`."
-        )
-    notes = []
-    if is_torn:
-        unreadable.pop()
-        notes.append("the last line was not written to its end, as of a run that was killed or is being written.")
-    if unreadable:
-        numbers = ", ".join(map(str, unreadable[:5])) + (", ..." if unreadable[5:] else "")
-        notes.append(f"line {numbers} of {path.name} cannot be read and is left out.")
-    if timeless:
-        notes.append(f"{timeless} records of steps do not tell how long they took, and are left out.")
-    if repeated:
-        notes.append(f"{repeated} steps were recorded again after a restart; the last record of each step counts.")
-    return sorted(by_step.values(), key=lambda entry: entry.step), notes
-
-
-def _checked(record: Mapping[str, Any]) -> _StepRecord | None:
-    """The record of one or more steps; None of anything else, such as an evaluation."""
-    if record.get("kind", "step") != "step":
-        return None
-    try:
-        num_steps = integer(record.get("num_steps", 1))
-        is_left_out = num_steps == 0 and bool(record.get("num_left_out"))
-        if is_left_out:
-            num_steps = integer(record["num_left_out"])
-            wall_s, away_s = record["left_out_s"], record.get("compile_s") or 0.0
-        else:
-            wall_s = record["wall_s"] if record.get("wall_s") is not None else record["step_s"] * num_steps
-            away_s = record.get("away_s") or 0.0
-        world_size = integer(record.get("world_size", 1))
-        wall_ns, away_ns = (integer(round(seconds * 1e9)) for seconds in (wall_s, away_s))
-        step = integer(record["step"])
-        entry = _StepRecord(step, num_steps, wall_ns, away_ns, world_size, {**record, "step": step}, is_left_out)
-    except (KeyError, TypeError, ValueError, OverflowError):
-        return None
-    is_sound = num_steps >= 1 and world_size >= 1 and entry.wall_ns >= num_steps and abs(entry.step) < _MOST_STEPS
-    return entry if is_sound else None
-
-
-def _work(entry: _StepRecord, source: str) -> dict[str, Need] | None:
+def _work(entry: RecordedStep, source: str) -> dict[str, Need] | None:
     """Compute what each component of a step needed on a device, as of a trace; None without FLOPs or a peak."""
     record = entry.record
     if entry.is_left_out or not record.get("peak_flops_per_s") or not isinstance(record.get("flops"), Mapping):
@@ -301,7 +198,7 @@ def _work(entry: _StepRecord, source: str) -> dict[str, Need] | None:
     return work.needs(entry.step)
 
 
-def _lost_work(entry: _StepRecord) -> dict[str, int]:
+def _lost_work(entry: RecordedStep) -> dict[str, int]:
     """Time that recomputation and padding take of a step, at most, by the keys of their lines [ns].
 
     What is computed in vain takes as long as what is needed, whatever the device's rate: a part of the FLOPs that ran
@@ -334,7 +231,7 @@ def _lost_work(entry: _StepRecord) -> dict[str, int]:
     return {"recomputation": recomputed_ns, "padding": padding_ns}
 
 
-def _waterfall(entry: _StepRecord, work: Mapping[str, Need] | None, device_name: str) -> StepWaterfall:
+def _waterfall(entry: RecordedStep, work: Mapping[str, Need] | None, device_name: str) -> StepWaterfall:
     amounts: list[tuple[str, str, int, dict[str, int]]] = []
     if work is not None:
         lost_ns = _lost_work(entry)
@@ -360,7 +257,7 @@ def _why_no_work(record: Mapping[str, Any]) -> str:
     return "FLOPs" if not isinstance(record.get("flops"), Mapping) else "a peak"
 
 
-def _notes_of_work(unsaid: Counter[str], waterfalls: list[StepWaterfall], entries: list[_StepRecord]) -> list[str]:
+def _notes_of_work(unsaid: Counter[str], waterfalls: list[StepWaterfall], entries: list[RecordedStep]) -> list[str]:
     # what the records lack, and how to have it next time
     notes = []
     for name, way_out in (
@@ -397,7 +294,7 @@ def _notes_of_work(unsaid: Counter[str], waterfalls: list[StepWaterfall], entrie
     return notes
 
 
-def _run_step(entry: _StepRecord, waterfall: StepWaterfall, memory_bytes: int | None) -> RunStep:
+def _run_step(entry: RecordedStep, waterfall: StepWaterfall, memory_bytes: int | None) -> RunStep:
     record = entry.record
     ns = {line.key: line.ns for line in waterfall.lines}
     duration_ns = waterfall.duration_ns - ns.get("aside", 0)  # what is beside training comes from the ledger

@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from headway.count import modalities
 from headway.count.generation import GENERATION_QUANTITIES
 from headway.errors import LogError
 from headway.files import open_plain
@@ -87,15 +88,15 @@ class StepRecord(dict[str, Any]):
     """The record of a step, or of some steps: what was measured, and what follows from it.
 
     Args:
-        measured: entries, of which some are only inputs of others.
+        measured: entries that JSON has words for, of which some are only inputs of others.
 
     Attributes:
         measured: those that a file keeps.
     """
 
-    def __init__(self, measured: Mapping[str, Any]) -> None:
-        self.measured: dict[str, Any] = known(dict(measured))
-        super().__init__(derived(self.measured))
+    def __init__(self, measured: dict[str, Any]) -> None:
+        self.measured = measured
+        super().__init__(derived(measured))
 
 
 def derived(measured: Mapping[str, Any]) -> dict[str, Any]:
@@ -221,6 +222,81 @@ def _mbu(moved: int | None, seconds: float | None, peak_bytes_per_s: float | Non
     return ratio(ratio(moved, seconds), _times(peak_bytes_per_s, num_devices)) if moved else None
 
 
+_SUMMED = {
+    "num_steps", "wall_s", "data_wait_s", "tokens", "slots", "supervised", "segments", "num_batches", "num_left_out",
+    "left_out_s", "away_s", "compile_s", "evaluation_s", "checkpoint_s", "collection_s", "num_profiled", "num_skipped",
+    "bytes_moved", "energy_j", "flops", "rank_flops", "rank_busy_s", "rank_busy_flops", "phases", "num_sampled",
+    "recompiles", "packs", "making_s",
+}  # fmt: skip
+_LAST = ("step", "lr", "epoch")  # numbers of the last step
+_PER_SAMPLED = ("phases_s", "host_s", "host_lead_s")  # means of sampled steps
+_OF_DEVICES = ("num_devices", "peak_flops_per_s", "peak_bytes_per_s")
+
+
+def can_be_joined(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
+    """Tell whether what was measured in some steps, and in those behind them, had the same devices and settings."""
+    return all(before.get(name) == after.get(name) for name in _FACTS if name != "components")
+
+
+def joined(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """Join what was measured in some steps and in those behind them into one window.
+
+    Times, counts and FLOPs are sums, and so the rates that follow are a total over a total. Other fractional numbers,
+    such as a loss, are means over the steps. A digest of samples, which has no sum here, is left out.
+    """
+    numbers = before["num_steps"], after["num_steps"]
+    sampled = before["num_sampled"], after["num_sampled"]
+    summed = _SUMMED | modalities.totals({}).keys()
+    window = {**before, **after}
+    window.pop("samples_digest", None)
+    for name in window.keys() & before.keys() & after.keys():
+        first, second = before[name], after[name]
+        if name in summed:
+            window[name] = _sum(first, second)
+        elif name == "sources":
+            window[name] = {source: _of_source(first.get(source), second.get(source)) for source in {**first, **second}}
+        elif name in _PER_SAMPLED:
+            window[name] = _mean(first, second, sampled)
+        elif name == "peak_memory_bytes":
+            window[name] = max(first, second)
+        elif isinstance(first, bool) and isinstance(second, bool):
+            window[name] = first or second
+        elif name not in _LAST and name not in _FACTS and isinstance(first or second, float):
+            window[name] = _mean(first, second, numbers)
+    by_component = _sum(
+        *(dict(zip(part["components"], part["flops_by_component"], strict=True)) for part in (before, after))
+    )
+    return window | {"components": [*by_component], "flops_by_component": [*by_component.values()]}
+
+
+def _sum(first: Any, second: Any) -> Any:
+    """Add numbers, lists of numbers and objects of them; what is not known of either is not known."""
+    if isinstance(first, dict) and isinstance(second, dict):
+        both = first.keys() & second.keys()
+        sums = {name: second[name] if name in _OF_DEVICES else _sum(first[name], second[name]) for name in both}
+        return {name: sums.get(name, value) for name, value in {**first, **second}.items()}
+    if isinstance(first, list):
+        return [_sum(*pair) for pair in zip(first, second, strict=True)]
+    return None if first is None or second is None else first + second
+
+
+def _mean(first: Any, second: Any, numbers: tuple[int, int]) -> Any:
+    """Mean of two numbers or objects of them, by how many each stands for; of those that are known."""
+    if first is None or second is None or not all(numbers):
+        return second if first is None or not numbers[0] else first
+    if isinstance(first, dict):
+        return {name: _mean(value, second.get(name), numbers) for name, value in first.items()}
+    return (first * numbers[0] + second * numbers[1]) / sum(numbers)
+
+
+def _of_source(first: dict[str, Any] | None, second: dict[str, Any] | None) -> dict[str, Any]:
+    if first is None or second is None:
+        return {**(first or second or {})}
+    by = {"loss": "supervised", "waste": "tokens"}
+    means = {name: _mean(first[name], second[name], (first[of], second[of])) for name, of in by.items()}
+    return {name: means[name] if name in means else _sum(first[name], second[name]) for name in first}
+
+
 class RecordLines:
     """Turns records into lines of a file, a `StepRecord` into those of its entries that its header has not.
 
@@ -295,7 +371,7 @@ class RecordReader:
             return None
         missing = entries.pop("without", ())
         try:
-            return derived({name: value for name, value in (shared | entries).items() if name not in missing})
+            return StepRecord({name: value for name, value in (shared | entries).items() if name not in missing})
         except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError):  # of a line that was edited
             return None
 

@@ -266,11 +266,11 @@ class Window:
     @cached_property
     def entries(self) -> StepRecord:
         """The record, from which the attributes that are rates and shares are read."""
-        return StepRecord(self.measured())
+        return StepRecord(known(self.measured()))
 
     def to_dict(self) -> StepRecord:
         """Flatten into JSON-ready values; seconds, counts and fractions, never percent; None for what is not known."""
-        return StepRecord(self.measured())
+        return StepRecord(known(self.measured()))
 
     def measured(self) -> dict[str, Any]:
         """Give the entries that a file keeps, from which `StepRecord` makes a record."""

@@ -10,7 +10,7 @@ from headway.checkpoint.folder import CHAIN, DIGEST, RESUMES, SKIPPED
 from headway.data import Batch
 from headway.errors import NotFiniteError
 from headway.log.boundary import ErrorBoundary
-from headway.log.records import StepRecord
+from headway.log.records import StepRecord, known
 from headway.log.run_files import write_json
 from headway.meter import Window
 from headway.models.compiling import Compilations
@@ -159,7 +159,7 @@ class StepRecorder:
             record["sources"] = self._by_source(numbers.losses, share)
         if numbers.router is not None:
             record["router"] = numbers.router._asdict()
-        return StepRecord(record)
+        return StepRecord(known(record))
 
     def _not_finite(self, pending: LaunchedStep, loss: float, grad_norm: float) -> str:
         """Text of the error that ends the run; the samples that this rank had in the step go to a file."""

@@ -1,0 +1,184 @@
+"""Records of a run's steps, each step once: checked, and in a bounded number however long the run is."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headway.errors import ConfigError
+from headway.files import open_plain
+from headway.log.jsonl import sharing_decoder
+from headway.log.records import RecordReader, StepRecord, can_be_joined, is_header, joined
+from headway.report.numbers import integer, quantity
+
+_MOST_RECORDS = 2**15  # that are held; those of a longer run are joined, two by two, as often as is needed
+_MOST_STEPS = 2**53  # a larger number is no float
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedStep:
+    """One record of steps, checked: what all of explain needs of it."""
+
+    step: int
+    num_steps: int
+    wall_ns: int  # of all its steps
+    away_ns: int  # within them, and not training
+    world_size: int
+    record: Mapping[str, Any]
+    is_left_out: bool = False  # all its steps were warm-up or compiled something: it tells their time single
+
+    def ns(self, name: str) -> int:
+        """Time of a step that the record has under a name in seconds, its share of the record's [ns]."""
+        return round((quantity(self.record.get(name)) or 0.0) * 1e9) // self.num_steps
+
+    def phases_ns(self) -> dict[str, int]:
+        """Phases of a step [ns], as those of the sampled steps divide it; none where no step was sampled."""
+        times = self.record.get("phases_s")
+        seconds = {} if not isinstance(times, Mapping) else {str(k): quantity(s) or 0.0 for k, s in times.items()}
+        total_s = sum(seconds.values())
+        if not total_s:
+            return {}
+        return {name: round(s / total_s * self.wall_ns / self.num_steps) for name, s in seconds.items()}
+
+
+class _RecordSeries:
+    """The records of a run, in a bounded number: those of a long run are joined with their neighbours into windows.
+
+    Args:
+        single: number of a step whose record is joined with no other.
+    """
+
+    def __init__(self, single: int | None) -> None:
+        self.by_step: dict[int, RecordedStep] = {}
+        self.size = 1  # records that stand in a window
+        self.repeated = 0
+        self._single, self._room, self._most = single, 0, _MOST_RECORDS
+
+    def add(self, entry: RecordedStep) -> None:
+        """Take in a record; of a run that was resumed the last one of each step counts, if it stands by itself."""
+        last = next(reversed(self.by_step.values()), entry)
+        if self.size > 1 and entry.step <= last.step:
+            self.repeated += 1
+            return
+        window = _joined(last, entry, self._single) if self._room else None
+        if window is not None:
+            del self.by_step[last.step]
+        self._room = self.size - 1 if window is None else self._room - 1
+        self.repeated += self.by_step.pop(entry.step, None) is not None
+        self.by_step[entry.step] = window or entry
+        if len(self.by_step) >= self._most and not self._room:  # each window is full
+            self._halve()
+
+    def _halve(self) -> None:
+        entries = [*self.by_step.values()][::-1]
+        self.by_step = {}
+        while entries:
+            entry = entries.pop()
+            if entries and (window := _joined(entry, entries[-1], self._single)) is not None:
+                entry = window
+                entries.pop()
+            self.by_step[entry.step] = entry
+        self.size, self._room = 2 * self.size, 0
+        self._most = max(_MOST_RECORDS, 2 * len(self.by_step))  # where few can be joined, as of an older file
+
+
+def _joined(before: RecordedStep, after: RecordedStep, single: int | None) -> RecordedStep | None:
+    """The window of two records; None where they cannot be one."""
+    records = before.record, after.record
+    if single in (before.step, after.step) or not all(isinstance(record, StepRecord) for record in records):
+        return None
+    measured = [record.measured for record in records if isinstance(record, StepRecord)]
+    if before.is_left_out != after.is_left_out or not can_be_joined(*measured):
+        return None
+    try:
+        return checked_record(StepRecord(joined(*measured)))
+    except (KeyError, TypeError, ValueError, ArithmeticError):  # of lines that were edited
+        return None
+
+
+def read_steps(path: Path, single: int | None) -> tuple[list[RecordedStep], list[str]]:
+    """Read the records of steps, each step once, and say what else the file holds."""
+    series = _RecordSeries(single)
+    # Lines of other kinds and damaged lines are counted, so that the notes say what is left out.
+    others, timeless, unreadable = 0, 0, list[int]()
+    is_torn, reader = False, RecordReader(sharing_decoder())
+    try:
+        with open_plain(path) as file:
+            for number, line in enumerate(file, start=1):
+                if not line.strip():
+                    continue
+                record = reader.read(line)
+                if record is None:
+                    unreadable.append(number)
+                    # Only the last line of a file can lack its end.
+                    is_torn = not line.endswith(b"\n")
+                    continue
+                if is_header(record):
+                    continue
+                entry = checked_record(record)
+                if entry is None:
+                    others += 1
+                    timeless += record.get("kind", "step") == "step"
+                    continue
+                series.add(entry)
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be read: {error.strerror or error}. Name a run folder or its file."
+        ) from error
+    if not series.by_step:
+        raise _no_steps(path, others)
+    notes = _notes(path, unreadable, series, timeless=timeless, is_torn=is_torn)
+    return sorted(series.by_step.values(), key=lambda entry: entry.step), notes
+
+
+def _notes(path: Path, unreadable: list[int], series: _RecordSeries, *, timeless: int, is_torn: bool) -> list[str]:
+    """Say what is not shown of a file, line by line."""
+    notes = []
+    if is_torn:
+        unreadable.pop()
+        notes.append("the last line was not written to its end, as of a run that was killed or is being written.")
+    if unreadable:
+        numbers = ", ".join(map(str, unreadable[:5])) + (", ..." if unreadable[5:] else "")
+        notes.append(f"line {numbers} of {path.name} cannot be read and is left out.")
+    if timeless:
+        notes.append(f"{timeless} records of steps do not tell how long they took, and are left out.")
+    if series.size > 1:
+        notes.append(f"the run is long: up to {series.size} records that follow each other are joined into one.")
+    if series.repeated:
+        notes.append(
+            f"{series.repeated} steps were recorded again after a restart; the last record of each step counts."
+        )
+    return notes
+
+
+def _no_steps(path: Path, others: int) -> ConfigError:
+    lines = f"only {others} other records" if others else "no line that can be read"
+    return ConfigError(
+        f"{path} holds no record of a step with its time (wall_s, or step_s), {lines}. Let the run take a step, or "
+        "give the metrics.jsonl of `headway train` or of `Meter(log_to=[...])`."
+    )
+
+
+def checked_record(record: Mapping[str, Any]) -> RecordedStep | None:
+    """The record of one or more steps; None of anything else, such as an evaluation."""
+    if record.get("kind", "step") != "step":
+        return None
+    try:
+        num_steps = integer(record.get("num_steps", 1))
+        is_left_out = num_steps == 0 and bool(record.get("num_left_out"))
+        if is_left_out:
+            num_steps = integer(record["num_left_out"])
+            wall_s, away_s = record["left_out_s"], record.get("compile_s") or 0.0
+        else:
+            wall_s = record["wall_s"] if record.get("wall_s") is not None else record["step_s"] * num_steps
+            away_s = record.get("away_s") or 0.0
+        world_size = integer(record.get("world_size", 1))
+        wall_ns, away_ns = (integer(round(seconds * 1e9)) for seconds in (wall_s, away_s))
+        step = integer(record["step"])
+        if record["step"] is not step:
+            record = {**record, "step": step}
+        entry = RecordedStep(step, num_steps, wall_ns, away_ns, world_size, record, is_left_out)
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return None
+    is_sound = num_steps >= 1 and world_size >= 1 and entry.wall_ns >= num_steps and abs(entry.step) < _MOST_STEPS
+    return entry if is_sound else None
