@@ -68,7 +68,7 @@ def write_output(path: Path, content: bytes | str, *, option: str = "", new: boo
 
 @contextmanager
 def open_output(path: Path, *, option: str = "") -> Iterator[TextIO]:
-    """Open a new file, or what is no plain file, to write text line by line; of a URL, its object is made at the end.
+    """Open a new file, a pipe or a device to write text line by line; a URL's object is made at the end.
 
     Args:
         path: the name.
@@ -100,7 +100,7 @@ def is_taken(path: Path) -> bool:
 
 @contextmanager
 def new_folder(path: Path, *, last: str = "") -> Iterator[Path]:
-    """A folder to write a model into, which gets its name once all is there; of what fails nothing is left.
+    """A folder to write a model into, which gets its name once it is complete; a failure leaves nothing.
 
     Args:
         path: its name, or a URL; nothing may be there but an empty folder.
@@ -183,7 +183,7 @@ def open_plain(path: Path) -> BinaryIO:
 
 
 def read_text(path: Path, *, errors: str = "strict", most: int = MOST_BYTES) -> str:
-    """Read a file that a user names as UTF-8, also from a pipe; what has no end, as /dev/zero, is not read for ever.
+    """Read a file that a user names as UTF-8, also from a pipe; a file without end, like /dev/zero, is refused.
 
     Args:
         path: the name.

@@ -1,4 +1,4 @@
-"""Imports of what is installed: never of a file that happens to lie in the current folder.
+"""Imports of installed packages alone: never of a file that happens to lie in the current folder.
 
 `python -m` and `python -c` put the current folder first on the import path, before the standard library, and the
 processes that multiprocessing starts are `python -c`. A folder of data or a model from a stranger may hold a

@@ -250,7 +250,7 @@ def folders_in(path: Path) -> list[Path]:
 
 
 def remove(path: Path, first: str = "") -> None:
-    """Delete a folder and all within; what is not there stays so.
+    """Delete a folder and all within; a missing folder is no error.
 
     Args:
         path: of the folder, here or behind a URL.

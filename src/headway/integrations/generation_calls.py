@@ -13,7 +13,7 @@ from headway.meter import workload_of
 
 _SHAPES = ("input_ids", "pixel_values")
 _VALUES = ("attention_mask", "image_grid_thw", "video_grid_thw")
-"""Arguments of `generate` that say what its prompts hold, by their shapes or values."""
+"""Arguments of `generate` whose shapes or values describe the prompts."""
 
 Grids = tuple[tuple[int, int, int], ...]
 
@@ -21,7 +21,7 @@ Grids = tuple[tuple[int, int, int], ...]
 def generation_of(
     model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], results: Any, cost: CostModel
 ) -> Generation:
-    """Read what a call of transformers' `generate` computed.
+    """Read the work of a call of transformers' `generate`.
 
     The device is not waited for longer than `generate` itself has: it reads each token before it asks for the next.
 
@@ -172,7 +172,7 @@ class ImageGrids:
 
 
 def _pairs(results: Any) -> list[tuple[Sequence[int], Sequence[int]]]:
-    """Pair the token ids of each answer with those of its prompt."""
+    """Pair the token ids of each answer with its prompt's."""
     if isinstance(results, Mapping) and "completion_ids" in results:
         results = (results["prompt_ids"], results["completion_ids"])
     if isinstance(results, Mapping):  # transformers gives results by request

@@ -176,7 +176,7 @@ class HeadwayCallback(Observer, TrainerCallback):
 
     @observing
     def on_substep_end(self, *_: Any, **__: Any) -> None:
-        """End the update of a micro-batch: what the next one needs may have to be generated and scored first."""
+        """End the update of a micro-batch: the next one may have to be generated and scored first."""
         if self._training:
             self._phases.end_update()
 
@@ -208,7 +208,7 @@ class HeadwayCallback(Observer, TrainerCallback):
 
     @observing
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Add the window since the last log to what the Trainer logs of a step."""
+        """Add the window since the last log to the Trainer's log of a step."""
         del args, control
         logs: dict[str, Any] | None = kwargs.get("logs")
         meter = self._training
@@ -223,7 +223,7 @@ class HeadwayCallback(Observer, TrainerCallback):
             state.log_history[-1].update(numbers)  # the Trainer copied the dictionary before it called us
 
     def numbers(self, window: Window) -> dict[str, int | float]:
-        """Pick what the Trainer logs of a window, by name."""
+        """Pick the Trainer's numbers of a window, by name."""
         return logged(window, self._names, self._prefix)
 
     @observing
@@ -259,7 +259,7 @@ class _Models:
 
     @property
     def others(self) -> list[tuple[nn.Module, CostModel]]:
-        """The other models that a step runs and their ledgers, for `Meter(others=...)`."""
+        """Models that a step runs beside the trained one, with their ledgers, for `Meter(others=...)`."""
         return [*self.ledgers.items(), *([] if self._bare is None else [(self._trained, self._bare)])]
 
     def calls(
@@ -268,7 +268,7 @@ class _Models:
         phases: TrainerCalls,
         workload: Callable[[Mapping[str, Any]], Workload] | None,
     ) -> ExitStack:
-        """Count forwards of the trained model and of the others until the stack is closed."""
+        """Count forwards of all models of the trainer until the stack is closed."""
 
         def phase() -> AbstractContextManager[Any]:
             if torch.is_grad_enabled():
@@ -298,7 +298,7 @@ class _Models:
 
 
 def _others(trainer: Any, model: nn.Module) -> dict[nn.Module, str]:
-    """List the other models of a trainer, those that share no parameter with the trained one, and their phases.
+    """List a trainer's models that share no parameter with the trained one, and their phases.
 
     A phase is named by the attribute that holds the model: `reward` for `reward_funcs`, `teacher` for `teacher_model`.
     """

@@ -1,4 +1,4 @@
-"""Megatron-style loops, which say explicitly what each micro-batch held: `accumulate(tokens, cu_seqlens=...)`."""
+"""Megatron-style loops, which state the work of each micro-batch: `accumulate(tokens, cu_seqlens=...)`."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -161,7 +161,7 @@ class FlopsAccumulator:
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Leave out an evaluation, its time and what its forward steps accumulate."""
+        """Leave out an evaluation: its time, and the work that its forward steps accumulate."""
         self._evaluates = True
         try:
             with self.meter.away():

@@ -43,7 +43,7 @@ class Trainer:
     phases: Mapping[str, tuple[str, ...]]
 
     def times(self, logged: Mapping[str, Any]) -> dict[str, float]:
-        """Pick the times of phases, and the step's, out of what a worker or a log holds, by name [s]."""
+        """Pick the times of phases, and the step's, out of the numbers of a worker or a log, by name [s]."""
         keys = {name: (name, self.form.format(name)) for name in (*self.phases, self.total)}
         return {name: float(logged[key]) for name, pair in keys.items() for key in pair[::-1] if key in logged}
 
@@ -212,7 +212,7 @@ class TrainerPhases:
         return window
 
     def _spans(self, times: Mapping[str, Any]) -> tuple[dict[str, float], float]:
-        """Take the loop's time of each phase, and the step's, out of what the trainer measured [s]."""
+        """Take the loop's time of each phase, and the step's, out of the trainer's measurements [s]."""
         trainer = TRAINERS[self.trainer]
         spans_s = trainer.times(times)
         if odd := [f"{name}={seconds}" for name, seconds in spans_s.items() if not 0 <= seconds < math.inf]:
@@ -240,7 +240,7 @@ class TrainerPhases:
         return {name: self.rollout for name in phases if self.rollout is not None and "answers" in runs[name]}
 
     def _generation(self, prompts: IntsLike, answers: IntsLike, media: Mapping[str, Any]) -> Generation:
-        """Say what answering the prompts computes; every engine goes on until the longest of its answers."""
+        """Build the work of answering the prompts; every engine goes on until the longest of its answers."""
         work = Generation(prompts, answers, group=self.group, prefix=self.prefix, media=media)
         if self.num_engines == 1:
             return work

@@ -215,7 +215,7 @@ class _Hook(Observer):
         self.meter.count(workload if self._billed else Workload())
 
     def _rows(self, inputs: dict[str, Any], labels: torch.Tensor) -> Workload:
-        """Read the segments of token rows: whole rows, or what ends in an end-of-sequence token."""
+        """Read the segments of token rows: whole rows, or spans that end in an end-of-sequence token."""
         if set(inputs) != {"input"}:
             raise WorkloadError(
                 f"the dataloader makes {', '.join(inputs)}, of which only `input` is read: what else the model "

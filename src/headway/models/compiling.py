@@ -232,7 +232,7 @@ _CODES: dict[tuple[type[nn.Module], Callable[..., Any]], types.CodeType] = {}
 def _alike(
     args: tuple[Any, ...], kwargs: dict[str, Any], names: Collection[str]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Leave out what only some packs have and no block needs, so that all packs pass the same guards.
+    """Leave out arguments that only some packs have and no block needs, so that all packs pass the same guards.
 
     That is masks that only say that positions restart, as the boundaries say it better, and what transformers hands
     down to blocks of text though it is the vision tower's: `image_cu_seqlens` and the like.

@@ -1,4 +1,4 @@
-"""Models of diffusers by their folder: the configuration that it saves, and the model on shapes alone.
+"""Models of diffusers by their folder: the saved configuration, and the model on shapes alone.
 
 The class is diffusers' own, by the name in the configuration; no code is taken from the folder, and no weight is read.
 """

@@ -61,7 +61,7 @@ def check_plain_files(folder: Path) -> None:
 
 
 class _PrintableNames(logging.Filter):
-    """Shows control characters in what a library logs by their numbers: it names strangers' tensors and settings."""
+    """Shows control characters in a library's log by their numbers, because the log names strangers' tensors."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         lines = _COLOURS.sub("", record.getMessage()).expandtabs(4).split("\n")
@@ -73,7 +73,7 @@ _PRINTABLE_NAMES = _PrintableNames()
 
 
 def print_names_safely() -> None:
-    """Have transformers' log lines show what a terminal would obey; once is enough."""
+    """Make transformers' log lines show the characters that a terminal would obey; one call is enough."""
     for handler in logging.getLogger("transformers").handlers:
         handler.addFilter(_PRINTABLE_NAMES)
 

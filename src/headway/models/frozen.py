@@ -36,7 +36,7 @@ def hold_frozen(model: nn.Module, cost_model: CostModel, precision: Precision, *
 
 
 def quantise_base(model: nn.Module, cost_model: CostModel, base: Base) -> tuple[str, ...]:
-    """Give a model's frozen linear layers and experts bytes in place of weights, in place; they keep their names.
+    """Replace the weights of frozen linear layers and experts by bytes, in place and under the same names.
 
     Args:
         model: on the meta device, with adapters in place.

@@ -190,7 +190,7 @@ class Copies(NamedTuple):
 
 
 def copy_rows(x_RD: torch.Tensor, copies: Copies) -> torch.Tensor:
-    """Take copies of rows; the gradient of a row is the sum of those of its copies, in their order.
+    """Take copies of rows; the gradient of a row is the sum of its copies' gradients, in their order.
 
     >>> copies = Copies(torch.tensor([1, 0, 1]), torch.tensor([1, 0, 2]), torch.tensor([0, 1]))
     >>> copy_rows(torch.tensor([[1.0], [2.0]]), copies).tolist()
@@ -201,7 +201,7 @@ def copy_rows(x_RD: torch.Tensor, copies: Copies) -> torch.Tensor:
 
 
 def sum_copies(x_SD: torch.Tensor, copies: Copies, weights_S: torch.Tensor | None = None) -> torch.Tensor:
-    """Add up what became of the copies of each row, in the order of `copies.copy_S`: the same on every run.
+    """Add up the results of each row's copies, in the order of `copies.copy_S`: the same on every run.
 
     Args:
         x_SD: of the copies, shape (S, D).

@@ -1,4 +1,4 @@
-"""Liger Kernel's norms, gated MLPs and rotary embeddings, put in by what a module computes rather than by its name.
+"""Liger Kernel's norms, gated MLPs and rotary embeddings, for modules by their computation and not by name.
 
 Each module of a kind (RMSNorm, gated MLP) is tried on a few random numbers on the CPU, with small random weights in
 place of its own; where its result is what the kernel computes, this instance's forward becomes the kernel. So any

@@ -186,7 +186,7 @@ def _without_layers(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def initialise_adapters(model: nn.Module, seed: int, device: torch.device | str) -> None:
-    """Give adapters, if there are any, their first weights: A at random and B zero, so the model starts as it was.
+    """Give adapters, if any, their first weights: A at random and B zero, so that the model starts unchanged.
 
     Rows of new tokens get those of the embedding and the head that they stand for.
 

@@ -1,4 +1,4 @@
-"""Offload of activations: what enters a recomputed block waits for backward in the host's memory.
+"""Offload of activations: inputs of recomputed blocks wait for backward in the host's memory.
 
 Of a block that is recomputed whole, its input is all that stays from forward to backward. A block's input is copied to
 pinned pages while the block computes, and leaves the device as the next block begins; backward of a block fetches the
@@ -33,7 +33,7 @@ PAGE = 32 * 2**20
 
 
 def offload_inputs(model: PreTrainedModel) -> int:
-    """Let what enters recomputed blocks wait in the host's memory; after `recompute_blocks` and `compile_blocks`.
+    """Let inputs of recomputed blocks wait in the host's memory; after `recompute_blocks` and `compile_blocks`.
 
     Args:
         model: its blocks are changed in place, before it is sharded.
@@ -157,7 +157,7 @@ class StoredInput:
         return tensor.detach()  # an operation's own result would hold the operation, which holds what is packed
 
     def leave_device(self) -> None:
-        """Free the device's memory for what is computed after the copy."""
+        """Free the device's memory for work after the copy."""
         self._wait()
         self._tensor = None
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 _CHANNELS = 3
 
 Scale = tuple[torch.Tensor, torch.Tensor]
-"""(scale_D, shift_D): what the model reads is bytes * scale + shift."""
+"""(scale_D, shift_D): the model reads bytes * scale + shift."""
 
 
 def lay_out(frames_FCHW: NDArray[np.uint8], patch: int, merge: int, temporal_patch: int) -> torch.Tensor:

@@ -123,7 +123,7 @@ def _separated(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch leaves it untyped; boundaries are read on the host
 def _segment_by_segment(forward: Callable[..., Any], inputs: dict[str, Any], cu_seqlens_N: torch.Tensor) -> Any:
-    """Run every segment; of what returns several things (attention weights, mostly None), the first is joined."""
+    """Run every segment and join the outputs; of several outputs (attention weights, mostly None) the first."""
     boundaries = cu_seqlens_N.tolist()
 
     def cut(value: Any, span: tuple[int, int]) -> Any:

@@ -89,7 +89,7 @@ class _SlotsOfSegments(TorchFunctionMode):
         self._slots, self._boundaries_N, self._split = slots, boundaries_N, split
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Do what torch is asked to do; see the class."""
+        """Run torch's function; see the class."""
         out_T: Any = func(*args, **(kwargs or {}))
         if func is not torch.arange or len(args) != 1 or args[0] != self._slots:
             return out_T

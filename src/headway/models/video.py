@@ -73,7 +73,7 @@ class VideoSettings(PushToHubMixin):
 
 
 class VideoProcessor(VideoSettings):
-    """Qwen2-VL's and Qwen3-VL's rules for videos, also those of Qwen2.5-VL.
+    """Rules for videos of Qwen2-VL, Qwen2.5-VL and Qwen3-VL.
 
     Frames are read at `fps`, or `num_frames` of them, between `min_frames` and `max_frames`; both sides become
     multiples of the patches that one token stands for, within `size` [pixels]: of each frame for Qwen2-VL, of the whole

@@ -43,7 +43,7 @@ class RunningPack:
     local: slice | None = None
 
     def spans(self, positions_RT: torch.Tensor) -> list[tuple[int, int, int]]:
-        """First slot of each segment among those that this process computes, one past the last, and its positions.
+        """First slot of each segment among this process's slots, one past the last, and the segment's positions.
 
         Args:
             positions_RT: of this process's slots; read on the host if it was not told of the segments.
@@ -156,7 +156,7 @@ class PlacedMask:
 
     @classmethod
     def __torch_function__(cls, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Do what torch is asked to do with a mask."""
+        """Run torch's function on a mask."""
         if func is torch.Tensor.masked_scatter and len(args) == 3 and isinstance(args[1], cls):
             return args[1]._written(args[0].clone(), args[2])
         mask = _selecting(args[1]) if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__) else None

@@ -60,7 +60,7 @@ def step_scale(shape: torch.Size, scale: str) -> float:
 def orthogonalised(
     updates: Iterable[tuple[torch.Tensor, torch.Tensor]],
 ) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Orthogonalise the updates of matrices and of stacks of matrices, sharded or not; those of one shape together.
+    """Orthogonalise the updates of matrices and of stacks of matrices, sharded or not; one shape goes together.
 
     All processes of a mesh must come with the same parameters in the same order.
 

@@ -154,7 +154,7 @@ class Optimizer(torch.optim.Optimizer):
         self._end(parameters)
 
     def _in_one_pass(self, group: dict[str, Any], parameters: Sequence[torch.Tensor]) -> set[torch.Tensor]:
-        """Update those parameters that one launch each takes; returns which."""
+        """Update the parameters that one launch each takes; returns these parameters."""
         if self.one_pass_on is None:
             return set()
         fitting = {}

@@ -140,12 +140,12 @@ class Values:
 
 
 def laid_as(tensors: Iterable[torch.Tensor], flat: torch.Tensor) -> list[torch.Tensor]:
-    """Cut a flat tensor into pieces as long as others are."""
+    """Cut a flat tensor into pieces with the lengths of some tensors."""
     return list(torch.split(flat, [tensor.numel() for tensor in tensors]))
 
 
 def round_stochastically_(values: torch.Tensor, noise: torch.Generator) -> None:
-    """Round float32 in place to what bfloat16 can hold, up or down with the probability that makes the mean exact.
+    """Round float32 in place to values of bfloat16, up or down with the probability that makes the mean exact.
 
     The 16 bits that bfloat16 drops are a number below one step of it: a uniform number of 16 bits added to them carries
     into the kept bits with that very probability. NaN is written anew, in bits that have room for it: those of CUDA's

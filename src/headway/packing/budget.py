@@ -20,11 +20,11 @@ from headway.words import Argument
 Floats = NDArray[np.float64]
 
 MOST = 2**26
-"""Tokens or patches of a pack at most; what looks for room in packs takes 16 bytes of memory for each."""
+"""Tokens or patches of a pack at most; the search for room in packs takes 16 bytes of memory for each."""
 
 
 class Size(NamedTuple):
-    """Tokens and patches of a sample, or those left in a pack.
+    """Tokens and patches of a sample, or of the room left in a pack.
 
     Attributes:
         tokens: length [tokens].
@@ -75,7 +75,7 @@ class Budget:
 
 
 def over_budget(what: str, size: Size, budget: Budget) -> str:
-    """The sentence that tells a person that a sample exceeds a pack, and what can be done."""
+    """The sentence that tells a person that a sample exceeds a pack, with the way out."""
     limit = f"{budget.tokens} tokens" + (f" and {budget.patches} patches" if budget.patches is not None else "")
     return (
         f"{what} has {size.tokens} tokens and {size.patches} vision patches, more than a pack's budget of {limit}. "

@@ -179,7 +179,7 @@ class Items:
         cost_model: CostModel | None = None,
         dropout: Dropout | None = None,
     ) -> tuple["Items", dict[str, OverlongCounts]]:
-        """Number the samples of all sources, by the policy for those that exceed a pack.
+        """Number the samples of all sources, by the policy for samples that exceed a pack.
 
         Args:
             sources: lengths of each source's rows, by name.
@@ -393,7 +393,7 @@ def _text_costs(
 
 
 def _targets_of(targets: Targets, chosen: Numbers) -> TargetRuns:
-    """The runs of some rows, numbered as those rows are among themselves."""
+    """The runs of some rows, with rows numbered anew."""
     runs = chosen[targets.rows]
     return TargetRuns((np.cumsum(chosen) - 1)[targets.rows[runs]], targets.values[runs])
 

@@ -135,7 +135,7 @@ class LengthTable:
         return np.ones(len(self.tokens), dtype=bool)
 
     def segments_of(self, row: int) -> Sequence[int]:
-        """Lengths of a sample's views, of one that has several; nothing for others [tokens]."""
+        """Lengths of the views of a sample with several views [tokens]; empty for a sample without."""
         return self.segments.get(row, ())
 
     @property

@@ -37,7 +37,7 @@ class MeshShape:
         sequence: int = 1,
         expert: int = 1,
     ) -> "MeshShape":
-        """Find the shape that `world_size` processes form; a shard of "auto" takes all that the others leave.
+        """Find the shape that `world_size` processes form; a shard of "auto" takes all remaining processes.
 
         Raises:
             ConfigError: the processes do not fit, or the experts' do not divide those that share the weights.

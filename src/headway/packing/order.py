@@ -223,7 +223,7 @@ class Order:
 def _parts(
     stage: Stage, number: int, sizes: Mapping[str, int], firsts: Mapping[str, int], numbers: Mapping[str, int]
 ) -> tuple[list[_Part], int | None, Fraction, Fraction]:
-    """Check a stage; return its sources with whole shares, its draws (None if endless), and those of an epoch.
+    """Check a stage; return its sources with whole shares, its draws (None if endless), and an epoch's draws.
 
     The last number is the draws between places where all sources have played a whole number of times, if they do so
     before the stage ends.

@@ -55,7 +55,7 @@ class SamplePart:
 
     @property
     def length(self) -> int:
-        """Tokens, those around an image included."""
+        """Tokens, with the tokens around an image."""
         return self.tokens if self.kind == "text" else self.rows * self.columns + 2
 
     @property
@@ -178,7 +178,7 @@ class PartCosts:
 
     @classmethod
     def of(cls, cost_model: CostModel, values: Numbers) -> "PartCosts":
-        """Count parts: texts by what a token, a target and a pair cost, each grid of an image once."""
+        """Count parts: texts by the costs of a token, a target and a pair, and each grid of an image once."""
 
         def flops(*parts: Sequence[int]) -> int:
             return cost_model.count(workload_of(parts)).total

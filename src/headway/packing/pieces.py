@@ -1,4 +1,4 @@
-"""Pieces of samples that are split: a pack's worth of tokens each, less those of which nothing would be learnt.
+"""Pieces of split samples: a pack's worth of tokens each, without pieces that teach nothing.
 
 The plan of an index and a stream both cut by `split`, so they train on the same pieces.
 """
@@ -68,7 +68,7 @@ def target_runs(is_target_S: Numbers) -> tuple[Run, ...]:
 
 
 def split(tokens: Numbers, targets: Targets, most: int) -> Pieces:
-    """Cut samples into pieces of a pack's worth of tokens each, and leave out those of which nothing would be learnt.
+    """Cut samples into pieces of a pack's worth of tokens each, and leave out pieces that teach nothing.
 
     Within a piece nothing predicts its first token, so a piece learns by the targets behind that.
 

@@ -118,7 +118,7 @@ def pack_window(window: Candidates, strategy: Strategy, last: bool) -> tuple[Int
 
 
 def _equal_or_plain(window: Candidates) -> tuple[Ints, int]:
-    """Packs of equal cost; or those of `next_fit`, where these are as full and cost as equal: samples of one length."""
+    """Packs of equal cost; or `next_fit`'s packs, if these are as full and as equal (samples of one length)."""
     plain = _in_full_packs(window)
     equal = _balanced(window)
     if plain is None:

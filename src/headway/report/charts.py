@@ -224,7 +224,7 @@ def _drawn_line(places: Sequence[tuple[float, float]], *, is_dashed: bool) -> li
 
 
 def _named_line(names: Sequence[str], colour: str) -> str:
-    """The first of some names beside its colour, below the chart, with room for the others on its right."""
+    """The first of some names beside its colour, below the chart, with room for more names on its right."""
     room = sum(30 + 7 * len(name) for name in names)
     swatch = f'<rect x="100%" y="{PLOT + 28}" width="14" height="4" fill="{colour}"/>'
     return f'<g transform="translate({10 - room} 0)">{swatch}{text_element("100%", PLOT + 34, names[0], dx=18)}</g>'

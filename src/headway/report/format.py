@@ -15,7 +15,7 @@ _NOT_KNOWN = "not known"
 
 
 def printable(text: str) -> str:
-    r"""Show the characters that a terminal would obey, or that hide what a text says, by their numbers.
+    r"""Show the characters that a terminal would obey, or that hide a text's words, by their numbers.
 
     Names of files and values of rows are other people's: they could clear the screen, or show `gpj.exe` as `exe.jpg`.
 

@@ -14,7 +14,7 @@ _ENTITY = re.compile(r"&(?=#?\w+;)")
 
 
 def markdown_text(text: str) -> str:
-    r"""Text of anyone as a run of Markdown on one line; what stands between single backticks is code.
+    r"""Markdown of anyone's text on one line; words between single backticks are code.
 
     >>> print(markdown_text("see `headway goodput`: <img src=x> [a](javascript:b) *c* d_e"))
     see `headway goodput`: &lt;img src=x> \[a\](javascript:b) \*c\* d_e

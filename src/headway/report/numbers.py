@@ -22,7 +22,7 @@ _LARGEST = 2**62 - 1  # sums and differences of two stay within 64 bits
 
 
 def quantity(value: object) -> float | None:
-    """A number that can be added up and multiplied by others; None for anything else."""
+    """A number that sums and products can hold; None for anything else."""
     amount = number(value)
     return amount if amount is not None and abs(amount) <= _LARGEST_QUANTITY else None
 

@@ -60,7 +60,7 @@ def presentable(text: str) -> str:
 
 
 def hide_people(text: str) -> str:
-    """Text of anyone for others' eyes: no secret, no name of a home folder and no address of mail.
+    """Text without secrets, names of home folders and addresses of mail, for anyone's eyes.
 
     >>> hide_people("/home/me/runs/a")
     '~/runs/a'
@@ -107,7 +107,7 @@ def without_secrets(text: str, *, longest: int) -> str:
 
 
 class _Shown:
-    """Copies settings; what is hidden is a word."""
+    """Copies settings, with a word in place of each hidden value."""
 
     def __init__(self) -> None:
         self._left = _MOST

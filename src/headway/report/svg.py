@@ -219,7 +219,7 @@ def x_axis(
 
 
 def labels(low: float, high: float, form: Callable[[float], str]) -> list[tuple[float, str]]:
-    """Places of ticks, as fractions of the plot, and their labels: as many as fit beside each other where it is narrow.
+    """Places of ticks, as fractions of the plot, and their labels: as many as fit beside each other.
 
     >>> labels(0, 1_000_000, lambda step: f"{step:,.0f}")
     [(0.0, '0'), (0.5, '500,000'), (1.0, '1,000,000')]

@@ -108,7 +108,7 @@ def _render(
 
 
 def render_pairs(pairs: Sequence[tuple[str, str]], *, width: int | None = None) -> str:
-    """Render names and values, one pair a line, values aligned; on a terminal they wrap beside their names.
+    """Render names and values, one pair a line, values aligned; on a terminal values wrap beside their names.
 
     Args:
         pairs: names and values.

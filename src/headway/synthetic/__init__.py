@@ -1,1 +1,1 @@
-"""Made-up data and small models: `digits` with its recipe is the demo; the others serve scaled-down recipes."""
+"""Made-up data and small models: `digits` with its recipe is the demo; the rest serves scaled-down recipes."""

@@ -159,14 +159,14 @@ class SavedRecorder(Recorder):
         return product
 
     def attends(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Note what attention reads, in the dtype that autocast hands to its kernel."""
+        """Note the inputs of attention, in the dtype that autocast hands to its kernel."""
         if torch.is_autocast_enabled("cpu"):
             operands = tuple(t.to(torch.get_autocast_dtype("cpu")) for t in operands)
         self.factors.update((id(root(t)), root(t)) for t in operands if isinstance(t, Phantom))
         return operands
 
     def attended(self, out: torch.Tensor) -> None:
-        """Keep what attention returns, which a flash kernel reads again in its backward.
+        """Keep the output of attention, which a flash kernel reads again in its backward.
 
         Source: FlashAttention-2 (Dao 2023), algorithm 2: D = rowsum(dO * O).
         """

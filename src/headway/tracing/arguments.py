@@ -1,4 +1,4 @@
-"""A forward's arguments as phantoms: shapes in the model's dtype, with the data of what may be a mask."""
+"""A forward's arguments as phantoms: shapes in the model's dtype, with the data of possible masks."""
 
 import inspect
 from collections.abc import Callable, Iterator

@@ -152,7 +152,7 @@ def _transformers_seam(
 def choose_interface(
     _recorder: Recorder, *, self: Any, attn_implementation: str | None, default: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Stand in for `AttentionInterface.get_interface`, which knows what a model calls where eager attention is set."""
+    """Stand in for `AttentionInterface.get_interface`, which gets a model's own function for eager attention."""
     if attn_implementation in _NAMES:
         return partial(_transformers_seam, eager=default)
     function: Callable[..., Any] = self.get(attn_implementation, default)
@@ -213,7 +213,7 @@ def _sees_no_later_key(
 
 
 def _picked(module: nn.Module, path: str, keys: int, kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """Read what an indexer picked for each query: keys, or blocks of keys, -1 for none.
+    """Read an indexer's picks for each query: keys, or blocks of keys, -1 for none.
 
     Returns:
         Booleans [batch, 1, queries, keys]; None where nothing is picked.
@@ -280,7 +280,7 @@ def masked_pairs(
     k: torch.Tensor,
     picked: torch.Tensor | None = None,
 ) -> tuple[int, int, str]:
-    """Count the pairs that a mask of any shape allows, of those that were picked.
+    """Count the picked pairs that a mask of any shape allows.
 
     Returns:
         Pairs, summed over the batch; of how many heads each (1 where heads differ: then the sum is over them too); and

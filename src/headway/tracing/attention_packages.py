@@ -19,7 +19,7 @@ from headway.tracing.record import Recorder
 
 
 def _lengths(recorder: Recorder, boundaries: torch.Tensor, total: int, what: str) -> Ints:
-    """Return segment lengths, after checking that their boundaries are those of the tensor at hand."""
+    """Return segment lengths, after checking that their boundaries fit the tensor at hand."""
     if known_values.is_placeholder(boundaries):
         raise TraceError(
             f"module {recorder.module or '(the model)'} attends in segments whose boundaries depend on floats, which "
@@ -296,7 +296,7 @@ def _shown(recorder: Recorder, score_mod: Any, query: torch.Tensor, sizes: tuple
 
 
 def _allowed(block_mask: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """Write out a block mask: all of a full block, those pairs that the mask function allows of a partial one."""
+    """Write out a block mask: all pairs of a full block, and the mask function's pairs of a partial block."""
     from torch.nn.attention.flex_attention import create_mask
 
     number: torch.Tensor = block_mask.kv_num_blocks

@@ -70,7 +70,7 @@ def saved_by_block(model: nn.Module, *, autocast: torch.dtype | None = None) -> 
 
 
 def saved_of_config(config: Any, precision: str) -> SavedActivations:
-    """Count what a transformers model saves in training, from its configuration alone.
+    """Count the saved activations of a transformers model in training, from its configuration alone.
 
     Args:
         config: a transformers configuration.
@@ -163,7 +163,7 @@ class _BlockRecorder(SavedRecorder):
         return sum(tensor.nbytes for tensor in crossing)
 
     def attends(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Note what attention's kernel gives; heads of two sizes are padded to the larger one."""
+        """Note the output of attention's kernel; heads of two sizes are padded to the larger one."""
         query, *_, value = operands = super().attends(*operands)
         head = max(query.shape[-1], value.shape[-1])
         rows = query.shape[:-1].numel()  # a query of a head each

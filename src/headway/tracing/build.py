@@ -183,7 +183,7 @@ def model_class(config: Any) -> Any:
 
 
 def _stand_in(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Make the phantom of one parameter or buffer; integer buffers stay real, the data of the others is known."""
+    """Make the phantom of one parameter or buffer; integer buffers stay real, and other buffers' data is known."""
     tensor = unwrap.unsharded(tensor)
     if tensor.is_complex():
         dtype = tensor.dtype

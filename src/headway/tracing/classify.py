@@ -324,7 +324,7 @@ def checkpointable_blocks(model: nn.Module) -> set[str]:
 
 
 def _holders(model: nn.Module) -> set[str]:
-    """Name the modules that run the items of their lists again, as those of diffusers do that checkpoint."""
+    """Name the modules that recompute the items of their lists, as modules of diffusers do."""
     modules = dict(model.named_modules())
     if any(map(_runs_itself_again, modules.values())):
         return set()

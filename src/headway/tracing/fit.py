@@ -1,4 +1,4 @@
-"""Find what each recorded operation's cost is proportional to, by comparing runs on workloads of other proportions.
+"""Find the driver of each recorded operation's cost, by comparing runs on workloads of different proportions.
 
 A cost may be a sum of drivers: a class token joins the patches of an image, a prompt each text, a picture's tokens
 see each other inside a causal text. Four runs leave an equation or two to spare, so no sum fits by chance.
@@ -37,7 +37,7 @@ class DriverFit:
 
 
 def candidates(workloads: Sequence[Workload], names: Sequence[str]) -> dict[str, list[int]]:
-    """Evaluate drivers that could explain an operation on every workload; those zero somewhere are left out."""
+    """Evaluate drivers that could explain an operation on every workload; drivers with a zero are left out."""
     driver_units = {}
     for name in dict.fromkeys(names):
         units = drivers.parse_driver(name)
@@ -199,7 +199,7 @@ def _triples(driver_units: Mapping[str, Sequence[int]], *, squares: bool) -> Ite
 
 
 def _lengthened(pairs: Fraction, lengths: Fraction, numbers: Fraction, *, causal: bool) -> bool:
-    """Say whether factors are those of sequences of n + k that see each other, for a whole number k.
+    """Say whether sequences of n + k that see each other explain the factors, for a whole number k.
 
     Source: (n + k)^2 = n^2 + 2 k n + k^2; causal, (n + k)(n + k + 1) / 2 = n (n + 1) / 2 + k n + k (k + 1) / 2.
     """
@@ -271,7 +271,7 @@ class _Length:
 def strided_drivers(
     runs: Sequence[Sequence[Operation]], workloads: Sequence[Workload], names: Sequence[str]
 ) -> list[str]:
-    """List drivers that count what convolutions make of the frames, likeliest first."""
+    """List drivers that count the outputs of convolutions over frames, likeliest first."""
     blocks = sorted({op.longest for operations in runs for op in operations if op.longest})
     pairs = [
         name.replace(":full", f":block:{block}") for name in names if name.endswith("_pairs:full") for block in blocks
@@ -280,7 +280,7 @@ def strided_drivers(
 
 
 def _strides(runs: Sequence[Sequence[Operation]], workloads: Sequence[Workload]) -> list[str]:
-    """List what may follow the slash of a driver of sources or audio, likeliest first."""
+    """List the possible parts after the slash of a driver of sources or audio, likeliest first."""
     rows = [name for name, row in MODALITIES.items() if row.shape == "lengths"]
     frames = [{*w.sources.tolist(), *(length for name in rows for length in w.sizes(name).tolist())} for w in workloads]
     if any(len(lengths) != 1 for lengths in frames):

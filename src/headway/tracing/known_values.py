@@ -45,7 +45,7 @@ def follow(packet: Any, args: tuple[Any, ...], results: Sequence[Any]) -> None:
 
 
 def _joined(args: tuple[Any, ...]) -> Parts | None:
-    """List what is known of a concatenation of activations and real data."""
+    """List the known parts of a concatenation of activations and real data."""
     tensors, axis = args[0], args[1] if len(args) > 1 else 0
     axis -= max(tensor.dim() for tensor in tensors) if axis >= 0 else 0
     parts, place = [], 0
@@ -106,7 +106,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def pass_on(args: Any, kwargs: dict[str, Any], results: Any) -> None:
-    """Mark what a function made, or wrote to, if a placeholder was among its arguments; its own mark stays."""
+    """Mark a function's results, and tensors it wrote to, if an argument was a placeholder; a mark of its own stays."""
     for mark in _MARKS:
         if any(getattr(t, mark, False) for t in _tensors((*args, *kwargs.values()))):
             for tensor in _tensors(results if results is not None else args[:1]):

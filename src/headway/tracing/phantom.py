@@ -80,7 +80,7 @@ class Phantom(torch.Tensor):
 
     @property
     def constant(self) -> torch.Tensor | None:
-        """Data of a constant; None for what is not known, or was written to since."""
+        """Data of a constant; None if the data is unknown, or was written to since."""
         return self._constant[0] if self._constant is not None and self._constant[1] == root(self).writes else None
 
     @constant.setter
@@ -113,7 +113,7 @@ def phantom(tensor: torch.Tensor, *, fed: bool = False) -> Phantom:
 
 
 def phantom_floats(shape: Sequence[int]) -> Phantom:
-    """Make floats of the batch, an input or what another model gives, that are a shape alone."""
+    """Make floats of the batch (an input, or another model's output) that are a shape alone."""
     return Phantom(torch.empty(tuple(shape), device="meta", dtype=torch.bfloat16), fed=True)
 
 
@@ -127,7 +127,7 @@ def blank(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Recording:
-    """While entered, hands operations on phantoms to `on_dispatch`, results of what is no product to `on_result`.
+    """Mode that hands operations on phantoms to `on_dispatch`, and results of other operations to `on_result`.
 
     Args:
         model: whose own integers, such as the places at which a matrix is filled, are not of the batch.
@@ -314,7 +314,7 @@ def _pack(padded: Phantom, lengths: torch.Tensor, batch_first: bool) -> tuple[to
 
 
 def _answer(packet: Any, args: tuple[Any, ...]) -> Any:
-    """Answer what no kernel on shapes can tell; None for all other operations."""
+    """Answer an operation that no kernel on shapes can answer; None for all other operations."""
     if packet is aten._local_scalar_dense:
         return 0.0 if args[0].constant is None else args[0].constant.item()
     if packet in (aten.equal, aten.is_same_size):
@@ -389,14 +389,14 @@ def _past(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Phantom],
 
 
 def _detached(source: Phantom) -> Phantom:
-    """Copy a phantom without what its gradient would flow to."""
+    """Copy a phantom without its gradient's targets."""
     copied = Phantom(source.meta.detach(), 0, source.fed, root(source))
     copied.constant, copied.stays = source.constant, source.stays
     return copied
 
 
 def _mutated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sources: int, fed: bool) -> Any:
-    """Return what an in-place or `out=` operation wrote to, with its past brought up to date."""
+    """Return the tensors that an in-place or `out=` operation wrote to, with their past brought up to date."""
     if torch.Tag.inplace_view in func.tags:
         with no_dispatch():
             func(*args, **kwargs)  # the phantom's own sizes change, as those of its meta tensor did

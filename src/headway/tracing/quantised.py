@@ -37,7 +37,7 @@ def represented_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def plain_layers(model: nn.Module, stand_in: Callable[[nn.Parameter], Any]) -> dict[int, Any]:
-    """Make plain layers and parameters for those of a model that are stored quantised.
+    """Make plain layers and parameters in place of a model's quantised ones.
 
     A layer says by its attributes what it stands for: `in_features` and `out_features`, or `num_embeddings` and
     `embedding_dim`. Where a tensor keeps the shape and dtype of the floats that it stands for, it says so itself.
@@ -80,7 +80,7 @@ def plain_layers(model: nn.Module, stand_in: Callable[[nn.Parameter], Any]) -> d
 
 
 def note_on_quantised(model: nn.Module) -> str:
-    """Say for a ledger's source what of a model is stored quantised; "" for nothing."""
+    """Note for a ledger's source the quantised parts of a model; "" for none."""
     forms = {form for p in model.parameters() if (form := stored_as(p)) is not None}
     return f"{', '.join(sorted(forms))}; billed as the floats that they stand for" if forms else ""
 

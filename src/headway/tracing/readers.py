@@ -229,7 +229,7 @@ _OUTER_NODES = ("MvBackward0", "AddmvBackward0", "DotBackward0", "VdotBackward0"
 
 
 def backward_flops(packet: Any, args: tuple[Any, ...], out: Any, node: Any) -> int | None:
-    """Count what one operation of the backward dispatches in an autograd node; None for no product."""
+    """Count the FLOPs that one operation of the backward dispatches in an autograd node; None for no product."""
     if packet is aten.mul and node.name() in _OUTER_NODES:
         return 2 * int(out.numel())
     return _IN_BACKWARD[packet](args, out) if packet in _IN_BACKWARD else None

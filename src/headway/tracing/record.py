@@ -1,4 +1,4 @@
-"""Record what a model dispatches: matrix products, convolutions, expert products and attention, forward and backward.
+"""Record a model's operations: matrix products, convolutions, expert products, attention; forward and backward.
 
 Forward operations are attributed to the module that runs them. A backward operation is attributed to the forward
 operation whose autograd node it runs in, by the node's sequence number; what backward really dispatched must equal
@@ -204,7 +204,7 @@ class Recorder:
         return operands
 
     def attended(self, out: torch.Tensor) -> None:
-        """Note what an attention kernel returns: here nothing."""
+        """Note the output of an attention kernel: here nothing."""
 
     def _on_dispatch(self, func: Any, args: tuple[Any, ...], out: Any) -> Operation | Literal[False] | None:
         """Record one operation; returns it if its result may be scores, False if it is another product, else None."""
@@ -315,7 +315,7 @@ class Recorder:
             self.choices[self.module].append(Choice.of(packet, args))
 
     def _on_result(self, packet: Any, args: tuple[Any, ...], out: Phantom) -> Stays:
-        """Follow what is hidden in a result; where scores end, bill their products for the pairs that stay."""
+        """Follow the hidden pairs of a result; where scores end, bill their products for the pairs that stay."""
         if packet is aten.topk and args[0].forced is None and isinstance(args[0].stays, str):
             raise TraceError(
                 f"module {self.module or '(the model)'} picks by numbers that it placed itself: what it picks is not "

@@ -61,7 +61,7 @@ def are_alike(runs: Sequence[Recorder]) -> bool:
 
 
 def merge_repeats(runs: Sequence[Recorder]) -> list[list[Operation]]:
-    """Merge in every run what one module repeats: the same product, of the same past, with the same gradients.
+    """Merge a module's repeats in every run: the same product, of the same past, with the same gradients.
 
     What differs stays apart: the first step of a recurrence, whose state no parameter has touched, has no gradient to
     send back.
@@ -83,7 +83,7 @@ def merge_repeats(runs: Sequence[Recorder]) -> list[list[Operation]]:
 
 
 def _groups(run: Sequence[Operation], *, by_mask: bool = True) -> dict[Any, list[Operation]]:
-    """Group operations by all that is fixed about them: not their sizes, and masks by name only if `by_mask`."""
+    """Group operations by their fixed properties: not their sizes, and masks by name only if `by_mask`."""
     groups: dict[Any, list[Operation]] = {}
     for op in run:
         shares = tuple((phase, Fraction(flops, op.unit_flops or 1), sources) for phase, flops, sources in op.products)
@@ -156,7 +156,7 @@ def merge_experts(model: nn.Module, recorder: Recorder) -> None:
 
 
 def _routed(model: nn.Module, recorder: Recorder) -> Iterator[tuple[str, list[nn.Module]]]:
-    """Find lists of like modules of which some rested, beside a choice, while the others were handed picked rows."""
+    """Find lists of like modules beside a choice: some modules rested, and the rest got picked rows."""
     for path, module in model.named_modules():
         experts = members(path, module)
         ran = [name for name in experts if name in recorder.handed]

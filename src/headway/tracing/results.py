@@ -16,7 +16,7 @@ Results = str | Sequence[str] | Callable[[Any], Any] | None
 
 
 def start_backward(output: Any, model: nn.Module, results: Results = None) -> None:
-    """Run backward on shapes from what training would start from; a forward without gradients has no backward.
+    """Run backward on shapes from training's starting point; a forward without gradients has no backward.
 
     Raises:
         TraceError: as `trained_results`.

@@ -1,4 +1,4 @@
-"""Follow what hides attention scores, in attention written by hand and in masks of floats.
+"""Follow hidden attention scores, in attention written by hand and in masks of floats.
 
 A mask is laid over scores, or over a bias that is added to them, by a few operations: a sum with -inf where a pair is
 hidden, a fill, a choice. What they lay is real data, so the pairs that stay are known. Whatever moves unknown floats
@@ -86,7 +86,7 @@ def of_mask(mask: torch.Tensor) -> Stays:
 
 
 def name(mask: torch.Tensor) -> str:
-    """Name the driver of a mask (queries, keys) if each query sees what a known kind of mask shows it, else "".
+    """Name the driver of a mask (queries, keys) if each query sees the keys of a known kind of mask, else "".
 
     Keys beyond the queries' own are compressed ones; the two parts' drivers are then joined by a plus.
 

@@ -1,4 +1,4 @@
-"""Every seam at which attention is recorded while a model is traced, and what must not hide work meanwhile.
+"""Every seam at which a trace records attention, and every setting that must not hide work meanwhile.
 
 `F.scaled_dot_product_attention` is built into PyTorch and is caught on its way; functions written in Python are
 exchanged for the time of the trace. Compilation, the fast path of `nn.MultiheadAttention` and fused recurrent kernels

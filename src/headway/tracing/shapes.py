@@ -76,7 +76,7 @@ def without_data(arguments: Mapping[str, Any] | tuple[Any, ...]) -> Any:
 
 
 def _signature(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Say what of a tensor decides how much is computed: of a mask, its values too."""
+    """Give the facts of a tensor that decide the work: its shape, and a mask's values too."""
     is_mask = tensor.dtype is torch.bool or (tensor.is_floating_point() and not tensor.is_meta)
     values = hash(tensor.cpu().numpy().tobytes()) if is_mask else None
     return tensor.shape, tensor.dtype, tensor.requires_grad, values

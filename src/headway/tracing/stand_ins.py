@@ -19,7 +19,7 @@ from headway.tracing.unwrap import plain_checkpoints
 
 @contextmanager
 def recording(model: nn.Module, recorder: Recorder) -> Iterator[None]:
-    """Record what a model runs: operations, attention at its seams, recurrences as such, checkpointed parts once."""
+    """Record a model's work: operations, attention at its seams, recurrences as such, checkpointed parts once."""
     with recorder, Seams(recorder), stand_ins(model, recorder), plain_checkpoints():
         yield
 

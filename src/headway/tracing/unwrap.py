@@ -184,7 +184,7 @@ def _returns_something(code: types.CodeType) -> bool:
 
 
 def _let_go(module: nn.Module, memo: dict[int, Any]) -> None:
-    """Take from a copied module what still leads to the original, and its checkpointing."""
+    """Take from a copied module its references to the original, and its checkpointing."""
     for name, value in vars(module).items():
         if hasattr(value, "_torchdynamo_orig_callable"):  # a method compiled by itself is bound to the original
             setattr(module, name, copy.deepcopy(value._torchdynamo_orig_callable, memo))
@@ -196,7 +196,7 @@ def _let_go(module: nn.Module, memo: dict[int, Any]) -> None:
 
 @contextmanager
 def plain_checkpoints() -> Iterator[None]:
-    """Run what a model's own code hands to `torch.utils.checkpoint.checkpoint` plainly, once."""
+    """Run functions that a model's own code hands to `torch.utils.checkpoint.checkpoint` plainly, once."""
     names = {"CheckpointFunction": _Plain, "_checkpoint_without_reentrant_generator": _around_nothing}
     before = {name: getattr(torch.utils.checkpoint, name) for name in names}
     for name, stand_in in names.items():
@@ -217,12 +217,12 @@ class _Plain:
 
 
 def _around_nothing(*_args: Any, **_options: Any) -> Iterator[None]:
-    """Stand in for what a checkpoint does before its function and after."""
+    """Stand in for a checkpoint's work before its function and after."""
     yield
 
 
 def _bare(module: nn.Module) -> nn.Module:
-    """Take checkpoint wrappers out of a copied model; names then are those of the plain model."""
+    """Take checkpoint wrappers out of a copied model, so that names are the plain model's."""
     if isinstance(module, CheckpointWrapper):
         inner: nn.Module = module._checkpoint_wrapped_module
         return _bare(inner)

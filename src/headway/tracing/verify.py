@@ -374,7 +374,7 @@ def filled_up(workload: Workload, driver: str) -> Workload:
 
 
 def _padded(bill: ModuleBill, counted: tuple[int, int], model: nn.Module) -> str | None:
-    """Compare code that computes padding, or blocks beyond what each position sees."""
+    """Compare code that computes padding, or blocks beyond each position's mask."""
     if any(row.op == "convolution" for row in bill.rows):
         filled = filled_up(bill.workload, bill.rows[0].driver)
         if counted == bill.on(lambda driver: drivers.parse_driver(driver)(filled)):

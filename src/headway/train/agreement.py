@@ -1,4 +1,4 @@
-"""Agreement of the ranks, before the first step, on what decides their losses: settings, software, model and data.
+"""Agreement of the ranks, before the first step, on the facts behind their losses: settings, software, model, data.
 
 Each rank of a run reads its own configuration and files, which may differ from machine to machine. A difference would
 train in silence: every rank moves its own slices of the weights by its own learning rate. So facts are compared at

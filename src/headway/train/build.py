@@ -299,7 +299,7 @@ def _architecture(path: str, rows: int = 0, *, scores: bool = False) -> dict[str
 
 
 def without_keys(node: Any, names: Collection[str]) -> Any:
-    """A configuration as plain types without some keys, those of its parts included."""
+    """A configuration as plain types without some keys, in its inner parts too."""
     if isinstance(node, dict):
         return {key: without_keys(value, names) for key, value in node.items() if key not in names}
     return node

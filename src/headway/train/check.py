@@ -201,7 +201,7 @@ class _Steps:
 
 
 def check_run(folder: Path, other: Path | None = None) -> Check:
-    """Compare a run's records with what earlier processes and checkpoints wrote.
+    """Compare a run's records with the files of earlier processes and checkpoints.
 
     Args:
         folder: of the run.
@@ -320,7 +320,7 @@ def _feed_counts(report: Mapping[str, Any] | None) -> dict[str, int]:
 
 
 def _compare_runs(steps: _Steps, other: Path | None) -> tuple[int | None, list[str]]:
-    """Steps that two runs share, and what differs."""
+    """Steps that two runs share, and their differences."""
     if other is None:
         return None, []
     theirs = _Steps(other)
@@ -332,7 +332,7 @@ def _compare_runs(steps: _Steps, other: Path | None) -> tuple[int | None, list[s
 
 
 def _other_packs(folder: Path, steps: _Steps, other: Path) -> str:
-    """Say by what two runs put other samples into their steps: the number of packs, or a setting of the data."""
+    """Name the reason why two runs' steps hold other samples: the number of packs, or a setting of the data."""
     theirs = _Steps(other)
     if steps.packs[:1] != theirs.packs[:1]:
         return f"a step has {sum(steps.packs[:1])} packs in {folder}, and {sum(theirs.packs[:1])} in {other}"
@@ -356,7 +356,7 @@ def _data_settings(folder: Path) -> dict[str, Any]:
 
 
 def _compare_restarts(folder: Path, resumes: int, witnesses: _Witnesses) -> None:
-    """Compare the restarts that resumes.jsonl tells of with what checkpoints and the ledger of seconds count."""
+    """Compare the restarts in resumes.jsonl with the counts of checkpoints and of the ledger of seconds."""
     ledger = folder / "goodput.jsonl"
     counted = sum(line.get("kind") == "resumed" for line in _lines(ledger)) if ledger.exists() else 0
     for where, count in (("a checkpoint", witnesses.resumes), (ledger.name, counted)):

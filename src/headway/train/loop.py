@@ -150,7 +150,7 @@ class Loop:
         self._out.recorder.write(meter.merge(self._run.ranks.gather_all(meter.finished())))
 
     def _next_step(self, packs: Iterator[list[Batch]]) -> tuple[list[Batch], StepShare]:
-        """Fetch the packs of the next step, and learn what all ranks' hold.
+        """Fetch the packs of the next step, and learn the sums over all ranks' packs.
 
         What divides the loss is counted over all ranks. With the same message ranks tell each other which steps their
         devices have passed, and what may end the run.
@@ -241,7 +241,7 @@ def _next_packs(steps: Iterator[list[Batch]]) -> tuple[list[Batch], Exception | 
 
 
 def _judge(run: Run, eval_set: EvalSet, step: int, out: Outputs) -> tuple[Evaluation, bool]:
-    """Judge the model on the held-out samples and write down what was found, with some answers in words.
+    """Judge the model on the held-out samples and write down the results, with some answers in words.
 
     Returns:
         The evaluation, and whether it is the best so far; the same on all processes.

@@ -1,4 +1,4 @@
-"""Objectives: what a run learns by. The loop asks one for the loss of each pack; the core's own is cross-entropy.
+"""Objectives of a run: the loop asks its objective for the loss of each pack; the core's own is cross-entropy.
 
 An objective says what a pack needs beside its tokens (`begin`), what its loss is and which whole numbers divide it
 (`counts`, `pack_loss`), and what the record of a step has of it (`record`). The gradient and the log divide by the same

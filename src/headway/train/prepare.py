@@ -264,7 +264,7 @@ def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folde
 def _checkpoint(
     config: TrainConfig, ranks: Ranks, *, resumes: bool, resume: bool | None
 ) -> tuple[Checkpoint | None, tuple[str, ...]]:
-    """The checkpoint that a run goes on from, and what is wrong with newer ones; None of a run that begins."""
+    """The checkpoint that a run goes on from, and the faults of newer ones; None for a run that begins."""
     root, checkpoint, damaged = config.run.folder / CHECKPOINTS, None, tuple[str, ...]()
     if resumes and resume is None:  # a job that restarts by itself goes on from what is there
         checkpoint, damaged = newest_sound(root, ranks)

@@ -101,7 +101,7 @@ class ProfileWindow(ProfiledSteps):
                 self._annotations.switch(_PHASES.get(phase))
 
     def took(self, step: PendingStep) -> None:
-        """Note what making the step's packs took, and how evenly experts were used, too."""
+        """Note the time of making the step's packs, and the step's routing to experts, too."""
         assert self._meter is not None
         if self._profiler is not None:
             facts = dict(self._feed.making_s), self._recorder.router_of_last()
@@ -201,7 +201,7 @@ class AutoProfile(LoopWatcher):
             self._open(number + 1)
 
     def stop(self) -> None:
-        """Write what is recorded of a loop that has ended within the window."""
+        """Write the recorded part of a loop that has ended within the window."""
         if self._window is not None:
             self._window.stop()
         self._window = None

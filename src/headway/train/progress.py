@@ -174,7 +174,7 @@ class RunWarnings:
         self._usual: list[float] = []  # median MFU of each look
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Take a step's record, and warn of what has become of the run since the last look."""
+        """Take a step's record, and warn of changes in the run since the last look."""
         from headway.explain.findings.series import FALLING, FALLING_CAUSE, FALLING_HINT  # loaded at the first step
         from headway.explain.records import find_in_records
 

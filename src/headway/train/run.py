@@ -235,7 +235,7 @@ def _outputs(config: TrainConfig, run: Run, start_ns: int) -> Iterator[Outputs]:
 
 
 def _shown(run: Run, progress: Progress) -> Callable[[dict[str, Any]], None]:
-    """Show a step's record, and what the objective says of the first one."""
+    """Show a step's record, and the objective's word on the first one."""
 
     def show(record: dict[str, Any]) -> None:
         progress.step(record)

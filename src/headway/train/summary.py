@@ -170,7 +170,7 @@ class RunSummary:
         return [("best evaluation", f"{self.best.text}{use}")]
 
     def not_recorded(self) -> list[tuple[str, str]]:
-        """Name and value of what the run could not write down, if anything."""
+        """Name and value of records that the run could not write, if any."""
         missing = f"{format_count(self.missing_records)} records are not in metrics.jsonl"
         losses = [*([missing] if self.missing_records else []), *(f"{what}: {why}" for what, why in self.lost.items())]
         return [("not recorded", "; ".join(losses))] if losses else []

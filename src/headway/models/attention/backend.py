@@ -240,7 +240,7 @@ def attend(
 
 
 def _reads_others(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, is_bounded: bool) -> bool:
-    """Say whether queries read other states, as a Q-Former's do: all those of their row of the batch.
+    """Say whether queries read all states of another module in their row of the batch, as a Q-Former's do.
 
     Raises:
         ConfigError: boundaries or causality are to hold, of which there is one for queries and keys alike.

@@ -40,7 +40,7 @@ def gradient_norm(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def clipping_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """Compute what to multiply gradients by, so that their norm is at most `max_norm`; on the norm's device.
+    """Compute the factor that brings the gradients' norm to at most `max_norm`; on the norm's device.
 
     The optimizer multiplies by it while it reads gradients (`headway.optim.Optimizer.factor`).
 

@@ -115,7 +115,7 @@ class Transfer:
         return arriving
 
     def finish(self, *arriving: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Wait for what `start` returned: the device does, or, on a CPU, the host."""
+        """Wait for the tensors that `start` returned: the device waits, or, on a CPU, the host."""
         arrived: tuple[torch.Tensor, ...] = _Finish.apply(self, *arriving)  # type: ignore[no-untyped-call]
         return arrived
 
@@ -132,7 +132,7 @@ class Transfer:
         ]
 
     def wait(self) -> list[torch.Tensor | None]:
-        """Have what follows wait until everything has arrived; returns gradients that have been sent back."""
+        """Make later work wait until everything has arrived; returns gradients that have been sent back."""
         for work, _ in self._pending:
             work.wait()
         self._pending.clear()
@@ -170,7 +170,7 @@ class _Start(torch.autograd.Function):
 
 
 class _Finish(torch.autograd.Function):
-    """Waits in forward for what `_Start` has sent; sends gradients back in backward, which go to `_Start` directly."""
+    """Waits in forward for `_Start`'s tensors; sends gradients back in backward, directly to `_Start`."""
 
     @staticmethod
     def forward(ctx: Any, transfer: Transfer, *arriving: torch.Tensor) -> tuple[torch.Tensor, ...]:

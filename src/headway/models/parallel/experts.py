@@ -68,7 +68,7 @@ class SharedPath:
         module.forward = self._forward
 
     def compute_ahead(self, x_TD: torch.Tensor) -> None:
-        """Compute the path of what the experts read."""
+        """Compute the shared path of the experts' input."""
         self._ahead = _storage_of(x_TD), self._compute(x_TD)
 
     @torch.compiler.disable(reason="what was computed ahead is taken")  # type: ignore[no-untyped-call, untyped-decorator]
@@ -89,7 +89,7 @@ def _storage_of(x: torch.Tensor) -> StorageWeakRef:
 
 
 def shared_path_of(parent: nn.Module, experts: nn.Module) -> nn.Module | None:
-    """Find the module that a block calls behind its experts with what these are given, as shared experts are.
+    """Find the module that a block calls behind its experts with the experts' input, as shared experts are.
 
     The block is tried on the meta device, so no rule goes by names. A path that is called before the router leaves
     nothing to compute while rows travel, and is not found.

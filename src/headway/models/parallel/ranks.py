@@ -28,7 +28,7 @@ _SILENT_S = 5.0  # a wait for other ranks that is longer is told [s]
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those that share a run.
+    """This process among the processes of a run.
 
     Attributes:
         rank: this process, from 0.
@@ -204,7 +204,7 @@ def join_ranks(device: torch.device, sequence: int = 1, *, watchdog_s: float | N
 
 @contextmanager
 def _announcing_wait(text: str) -> Iterator[None]:
-    """Say on stderr, once and after some seconds, what is waited for."""
+    """Say on stderr, once and after some seconds, the reason of a wait."""
     timer = threading.Timer(_SILENT_S, lambda: sys.stderr.write(f"{text}\n"))
     timer.daemon = True
     timer.start()

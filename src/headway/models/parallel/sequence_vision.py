@@ -64,7 +64,7 @@ class _TowerHooks:
             self._gather(output, self._split)
 
     def _cut(self, inputs: dict[str, Any]) -> None:
-        """Cut the arguments to this process's patches; segment boundaries stay those of all patches."""
+        """Cut the arguments to this process's patches; segment boundaries stay whole."""
         unit = self._geometry.merge_size**2
         self._num_units = len(inputs["hidden_states"]) // unit
         self._derive(inputs, blank=unit * max(0, dist.get_world_size(self._group) - self._num_units))

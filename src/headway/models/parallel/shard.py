@@ -123,7 +123,7 @@ def reshard(model: nn.Module) -> None:
 
 @contextmanager
 def own_classes(model: nn.Module) -> Iterator[None]:
-    """Give sharded modules their original classes while entered: FSDP2 replaces them by classes of its own.
+    """Give sharded modules their original classes for a while: FSDP2 replaces the classes by its own.
 
     transformers finds the rules by which it renames weights by the classes of a model and its parts.
     """

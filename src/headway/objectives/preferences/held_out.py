@@ -88,7 +88,7 @@ class PairJudge(Judge):
             )
 
     def prepare(self, packs: Sequence[Batch]) -> None:
-        """Compute what the reference gives all answers; see `Judge.prepare`.
+        """Compute the reference's values of all answers; see `Judge.prepare`.
 
         Raises:
             DataError: a sample has none.
@@ -136,7 +136,7 @@ class PairJudge(Judge):
 
 
 def values_of(packs: Sequence[Batch], refer: Refer, device: torch.device) -> dict[str, list[float]]:
-    """Compute what a reference gives each answer of some packs."""
+    """Compute a reference's values of each answer of some packs."""
     by_place: dict[str, list[float]] = {}
     for batch in packs:
         values = iter(refer(batch.to(device)).tolist())

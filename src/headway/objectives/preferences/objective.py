@@ -1,4 +1,4 @@
-"""The objective of preferences: what the training loop asks for packs of answers that are compared.
+"""The objective of preferences, which the training loop asks for the loss of packs of compared answers.
 
 The loss of a step is a mean over its pairs, whose slopes weigh the cross-entropies of the answers' tokens.
 
@@ -166,7 +166,7 @@ class Preferences(Objective):
         return Counts(tuple(units), (0 if batch.answers is None else batch.answers.best_tokens,))
 
     def begin(self, batches: Sequence[Batch], step: LoopStep) -> list[Batch]:
-        """Give each pack what a stored reference says of its answers; of KTO, estimate the step's divergence too."""
+        """Give each pack a stored reference's values of its answers; for KTO, estimate the step's divergence too."""
         ready = [self._referred(batch) for batch in super().begin(batches, step)]
         if self._mismatches is not None:
             # KTO learns with how far the policy is from the reference, over all packs of the step.

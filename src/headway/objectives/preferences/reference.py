@@ -254,7 +254,7 @@ def _place_factors(tensor: torch.Tensor, axis: int) -> torch.Tensor:
 
 
 def with_reference(batch: Batch, values_A: torch.Tensor) -> Batch:
-    """The same pack, with what the reference gives its answers."""
+    """The same pack, with the reference's values of its answers."""
     assert batch.answers is not None
     return replace(batch, answers=replace(batch.answers, reference_A=values_A))
 
@@ -314,7 +314,7 @@ def _state(file: str) -> tuple[int, ...]:
 
 
 def _media_files(sample: Sample) -> Iterator[str]:
-    """Paths and addresses of the media that a sample names; those within the row are part of its file."""
+    """Paths and addresses of the media that a sample names; media within the row are part of its file."""
     chats = sample.chats if isinstance(sample, Preference) else (sample,) if isinstance(sample, Chat) else ()
     media = [part.media for chat in chats for part in chat.parts if isinstance(part, MediaPart)]
     for medium in chain.from_iterable(item.frames or (item,) for item in media):

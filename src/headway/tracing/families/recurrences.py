@@ -1,4 +1,4 @@
-"""Recurrences of linear attention and state-space layers, recorded in their recurrent form whatever kernel runs them.
+"""Recurrences of linear attention and state-space layers, in their recurrent form for every kernel.
 
 Such a layer carries a state, per head a matrix of key size x value size, from token to token. Kernels cut the tokens
 into chunks, and PyTorch fallbacks loop; both do work that depends on the chunk and not on the model. The form that all

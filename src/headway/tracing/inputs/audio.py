@@ -61,7 +61,7 @@ class AudioFeatures(InputForm):
         return cls(model) if is_taken and getattr(model.config, "audio_config", True) is not None else None
 
     def sizes(self, run: int) -> dict[str, Any]:
-        """Give one to three clips; those of one run have one length."""
+        """Give one to three clips; clips of one run have one length."""
         return {"audio": [self.speech.lengths[run]] * _NUMBERS[run]}
 
     def positions(self, workload: Workload) -> int:

@@ -39,7 +39,7 @@ _SQUARES = tuple((samples, frames, side, side, text) for samples, frames, side, 
 
 
 def takes_latents(accepted: Container[str]) -> bool:
-    """Say whether a forward's arguments are those of a model that denoises: latents and a time, and no token ids."""
+    """Say whether a forward's arguments are a denoiser's: latents and a time, and no token ids."""
     has_latents = any(name in accepted for name in _LATENTS)
     return has_latents and any(name in accepted for name in _TIMES) and "input_ids" not in accepted
 
@@ -48,7 +48,7 @@ _Sizes = tuple[tuple[int, ...], ...]
 
 
 class _Batch:
-    """Sizes of one batch, and what makes its floats."""
+    """Sizes of one batch, and the function that makes its floats."""
 
     def __init__(self, workload: Workload, floats: Floats) -> None:
         grids = workload.grids.tolist()
@@ -66,7 +66,7 @@ class _Batch:
 
 
 class Denoiser:
-    """Latents and a time, with the text and what else the model's forward names.
+    """Latents and a time, with the text and other arguments that the model's forward names.
 
     Raises:
         TraceError: the forward needs an argument that no row below makes, or refuses all layouts of its latents.
@@ -141,7 +141,7 @@ class Denoiser:
         return Workload([math.prod(grid)] * samples, images, videos, sources=sources)
 
     def arguments(self, workload: Workload, device: torch.device | None = None) -> dict[str, Any]:
-        """Make the arguments of one forward, phantoms or on a device; those with a default are left out if unknown."""
+        """Make the arguments of one forward, phantoms or on a device; unknown arguments with a default are left out."""
         batch = _Batch(workload, phantom_floats if device is None else lambda shape: torch.randn(tuple(shape)))
         arguments: dict[str, Any] = {self._latents: self._make_latents(batch)}
         for name, parameter in self.accepted.items():
@@ -201,7 +201,7 @@ def _labels(form: Denoiser, batch: _Batch) -> torch.Tensor | None:
 
 
 def _added(form: Denoiser, batch: _Batch) -> dict[str, Any] | None:
-    """Make what SDXL adds to the time: a pooled text and six sizes; PixArt's resolution and proportions, or none."""
+    """Make SDXL's additions to the time (a pooled text and six sizes), or PixArt's (resolution and proportions)."""
     c = form.config
     if getattr(c, "addition_embed_type", None) == "text_time":
         pooled = c.projection_class_embeddings_input_dim - 6 * c.addition_time_embed_dim

@@ -78,7 +78,7 @@ class VideoFrames(Frames):
 
 
 class NestedFrames(Frames):
-    """Images [texts, images of a text, channels, height, width], with a mask of what is real (Idefics-2, SmolVLM).
+    """Images [texts, images of a text, channels, height, width], with a mask of real pixels (Idefics-2, SmolVLM).
 
     Some may take a finer way to the text instead, with more tokens for each (Granite-Docling).
     """
@@ -341,7 +341,7 @@ class PageFrames(Frames):
 
     @classmethod
     def of(cls, model: Any) -> Self | None:
-        """Read the form off a model's signature: boxes of words, and of what is seen."""
+        """Read the form off a model's signature: boxes of words, and of objects in the image."""
         accepted = inspect.signature(model.forward).parameters
         return cls(model) if {"bbox", "visual_bbox", cls.takes, "decoder_input_ids"} <= accepted.keys() else None
 

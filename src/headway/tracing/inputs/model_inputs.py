@@ -73,7 +73,7 @@ class UnknownInputsError(TraceError):
 
 
 class Inputs:
-    """The inputs of a model that takes `input_ids`, with what its towers take.
+    """The inputs of a model that takes `input_ids`, with its towers' inputs.
 
     Of an encoder-decoder the segment is `decoder_input_ids`, and what the encoder reads is a part.
 

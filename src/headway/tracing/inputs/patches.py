@@ -159,7 +159,7 @@ class FlattenedPatches(Patches):
 
 
 def _towers(model: Any) -> list[Any]:
-    """List the modules below those that place features in the text."""
+    """List the modules below the modules that place features in the text."""
     return [module for module in model.modules() if not hasattr(type(module), Images.features) and module is not model]
 
 

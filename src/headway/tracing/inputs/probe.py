@@ -90,7 +90,7 @@ class Probe:
         return rows[-1]
 
     def prepended(self, arguments: dict[str, Any]) -> int:
-        """Count the positions that the model puts before its text: those of its logits beyond the tokens given."""
+        """Count the positions that the model puts before its text: the logits' positions beyond the tokens."""
         logits = self._run(self._model, arguments).logits
         return int(logits.shape[1] - arguments["input_ids"].shape[1])
 
@@ -113,7 +113,7 @@ class Probe:
 
 
 def _rows(features: Any) -> int:
-    """Count the rows [..., features] of a tensor, or of all in a list; of pairs (layer, features), those of one."""
+    """Count the rows [..., features] of a tensor, or of all tensors in a list; for pairs (layer, features), of one."""
     if isinstance(features, torch.Tensor):
         return features.numel() // features.shape[-1]
     if isinstance(features[0], tuple) and isinstance(features[0][0], int):  # each layer adds its own to the same rows
