@@ -37,8 +37,7 @@ def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
         OSError: it cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # other processes and threads may write the same file now
-    writer = f"{platform.node()}-{os.getpid()}-{threading.get_ident()}"
+    writer = f"{platform.node()}-{os.getpid()}-{threading.get_ident()}"  # another process may write the same file now
     unfinished = path.with_name(f".{path.name}.{writer}")
     try:
         with unfinished.open("wb") as file:

@@ -161,8 +161,7 @@ class Log:
     smoothed: bool = False  # whether its MFU is a running mean, so that a row does not stand for its own step
     # basis of Headway's own records, which count useful FLOPs already; None for another tool's log
     recorded: RecordBasis | None = None
-    # number of lines that look like steps and are no rows, by reason
-    skipped: Mapping[str, int] = field(default_factory=dict)
+    skipped: Mapping[str, int] = field(default_factory=dict)  # lines that look like steps and are no rows, by reason
     notes: tuple[str, ...] = ()  # remarks on its numbers
     counted: Counted = "billed"  # token positions that its tokens/s, or its sequences, are of
     phased: tuple[PhasedStep, ...] = ()  # steps by phase, for a trainer that generates

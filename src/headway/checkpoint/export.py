@@ -288,8 +288,7 @@ class _WeightFiles:
         for name, tensor in tensors.items():
             if self._open and self._open_bytes + tensor.nbytes > self._max_bytes:
                 self._write()
-            # a copy, so that no more of its layer stays in memory
-            self._open[name] = tensor.clone(memory_format=torch.contiguous_format)
+            self._open[name] = tensor.clone(memory_format=torch.contiguous_format)  # the rest of its layer can be freed
             self._open_bytes += tensor.nbytes
             self._total_numel += tensor.numel()
 

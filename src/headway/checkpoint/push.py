@@ -21,8 +21,7 @@ from headway.errors import HubError, UsageError, first_line
 from headway.models.lora import ADAPTER_CONFIG
 from headway.words import Argument
 
-# base class of httpx or httpx2, whichever the client is built on
-_HttpError: type[Exception] = HfHubHTTPError.__bases__[0]
+_HttpError: type[Exception] = HfHubHTTPError.__bases__[0]  # base of httpx or httpx2, whichever the client is built on
 _QUESTION_S, _SENDING_S = 30.0, 600.0  # silence of the Hub after which a question, or a file, is given up [s]
 _NUMBERED = r"(-\d{5}-of-\d{5})?"
 # Files of an export: the card, weights, settings, tokenizer and processor.

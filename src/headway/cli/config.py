@@ -67,8 +67,7 @@ def _shown(name: str | None) -> "Iterator[tuple[Setting, str]]":
     from headway.config import TrainConfig
     from headway.config.tree import inner_prefix, settings_of
 
-    # prefixes of the settings that share a last part and a meaning
-    places_by_name: dict[tuple[str, str], list[str]] = {}
+    places_by_name: dict[tuple[str, str], list[str]] = {}  # prefixes of settings that share a last part and a meaning
 
     def below(section: Any, prefix: str) -> "Iterator[tuple[Setting, str]]":
         settings = settings_of(section, prefix)

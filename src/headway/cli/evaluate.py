@@ -79,8 +79,7 @@ def evaluate(
     config = load_config(location.run / CONFIG) if location.run is not None else None
     samples = _samples(data, config, max_samples)  # a typo is told before a model is read
     where, precision = opened.chosen_device(RunConfig(folder=Path(), device=opening.device))
-    # the run's precision, if the device allows it
-    if config is not None and (config.run.dtype == "float32") == (where.type == "cpu"):
+    if config is not None and (config.run.dtype == "float32") == (where.type == "cpu"):  # the run's dtype, if possible
         where, precision = opened.chosen_device(RunConfig(folder=Path(), device=opening.device, dtype=config.run.dtype))
     ranks = join_ranks(where)
     with working(f"opening {model}"):

@@ -114,8 +114,7 @@ class Pool(Generic[Task, Result]):
         if workers:
             try:
                 self._pickled = pickle.dumps(work)
-            # pickle raises one of these, by kind of object
-            except (pickle.PicklingError, TypeError, AttributeError) as error:
+            except (pickle.PicklingError, TypeError, AttributeError) as error:  # pickle's errors, by kind of object
                 raise ConfigError(
                     f"The data's sources and encoder cannot be sent to worker processes: {error}. Give importable "
                     "functions and classes, or set workers to 0."

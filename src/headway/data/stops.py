@@ -207,7 +207,6 @@ def with_stops(settings: Any, stop_ids: set[int]) -> Any:
     own = settings.eos_token_id
     ids = [*(own if isinstance(own, list) else [] if own is None else [own])]
     ids += sorted(stop_ids - {*ids})
-    # keeps transformers from deriving the settings anew from the model's configuration
-    settings._from_model_config = False
+    settings._from_model_config = False  # keeps transformers from deriving settings anew from the model's configuration
     settings.eos_token_id = (ids if len(ids) > 1 else ids[0]) if ids else None
     return settings

@@ -26,8 +26,7 @@ from jinja2.runtime import BlockReference, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-# length of the longest template [characters]; the longest that models ship have some tens of thousands
-MAX_SOURCE = 2**20
+MAX_SOURCE = 2**20  # length of the longest template [characters]; the longest of shipped models have tens of thousands
 MAX_STEPS = 2_000_000  # turns of loops and calls in one rendering; real chats take some thousands
 MAX_LENGTH = 100_000_000  # length of the longest text [characters] or list; a tokenizer's own bound is far below
 MAX_MADE = 4_000_000_000  # all texts and lists that one rendering makes, one after another [characters, entries]
@@ -275,8 +274,7 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
         """Call a template's function, after a check of the arguments."""
         self.budget.make(self.text if isinstance(function, Macro | BlockReference) else 0)
         name = getattr(function, "__name__", type(function).__name__)
-        # the text whose `format` the sandbox wraps
-        owner = getattr(getattr(function, "__wrapped__", function), "__self__", None)
+        owner = getattr(getattr(function, "__wrapped__", function), "__self__", None)  # text of a wrapped `format`
         args = _settled(args) if name == "join" else args
         _check(name, self.budget, (owner, *args, *kwargs.values()))
         return super().call(context, function, *args, **kwargs)

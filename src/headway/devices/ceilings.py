@@ -37,8 +37,7 @@ DTYPES = {
 }
 
 TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp8": "float8_e4m3fn", "int8": "int8"}
-# compute capability that a CUDA device needs, by dtype
-_LEAST_CAPABILITY = {"fp8": (8, 9), "int8": (7, 5), "bf16": (8, 0), "tf32": (8, 0)}
+_LEAST_CAPABILITY = {"fp8": (8, 9), "int8": (7, 5), "bf16": (8, 0), "tf32": (8, 0)}  # needed CUDA capability, by dtype
 
 _SQUARES = (256, 512, 1024, 1536, 2048)
 _QUICK = TimeBudget(shape_s=0.4, total_s=2.0, min_repeats=3)

@@ -176,8 +176,7 @@ def _matmul(device: "torch.device", dtype: "torch.dtype", shape: tuple[int, int,
     from headway.devices.cpu_products import product
 
     rows, inner, columns = shape
-    # a generator apart, so that the run's random state stays untouched
-    generator = torch.Generator(device).manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)  # a generator apart: the run's random state stays untouched
     a_MK = torch.randn(rows, inner, generator=generator, device=device).to(dtype)
     if dtype.itemsize == 1:  # the narrow kernels want the second factor column by column
         b_KN = torch.randn(columns, inner, generator=generator, device=device).to(dtype).t()

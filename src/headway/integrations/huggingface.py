@@ -196,8 +196,7 @@ class HeadwayCallback(Observer, TrainerCallback):
         if (meter := self._training) is None:
             return
         meter.back()
-        # the trainer decides after this call whether a model is the best
-        if control.should_save or args.save_strategy == SaveStrategy.BEST:
+        if control.should_save or args.save_strategy == SaveStrategy.BEST:  # "best" is decided after this call
             meter.leave("checkpoint")  # until it is saved, or the next batch is asked for
 
     @observing
@@ -325,8 +324,7 @@ def _traced(model: nn.Module, name: str) -> CostModel:
 
 def _adapter_of(model: nn.Module) -> Any:
     """Find one of the layers that peft has put adapters into; they are switched off all at once."""
-    # no model has adapters of peft where nobody imported peft
-    layers: Any = sys.modules.get("peft.tuners.tuners_utils")
+    layers: Any = sys.modules.get("peft.tuners.tuners_utils")  # no adapters are there while peft is not imported
     if layers is None:
         return None
     return next((module for module in model.modules() if isinstance(module, layers.BaseTunerLayer)), None)

@@ -114,8 +114,7 @@ def grown(name: str, old: torch.Tensor, rows: int, seed: int) -> torch.Tensor:
     deviations_VH = old.float() - mean
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
     fresh = [old]
-    # 64 rows at a time: the weights of thousands of rows would be as large as the matrix
-    for start in range(0, added, 64):
+    for start in range(0, added, 64):  # 64 at a time: the weights of thousands of rows would be as large as the matrix
         weights_NV = torch.randn(min(64, added - start), len(old), generator=generator)
         fresh.append((mean + math.sqrt(SPREAD / len(old)) * weights_NV @ deviations_VH).to(old.dtype))
     return torch.cat(fresh)

@@ -336,8 +336,7 @@ def _items_of(name: str, lengths: Lengths, budget: Budget, overlong: Overlong, c
         cut = too_long & ~too_wide & (lengths.media_end <= budget.tokens) & (lengths.first_target < budget.tokens)
     elif overlong == "split":
         cut = too_long & ~too_wide & (lengths.media_end == 0)
-    # rows of the cut items, and the items' starts
-    rows, starts = np.flatnonzero(cut), np.zeros(int(cut.sum()), dtype=np.int64)
+    rows, starts = np.flatnonzero(cut), np.zeros(int(cut.sum()), dtype=np.int64)  # rows and starts of the cut items
     if overlong == "split":
         pieces = split(tokens[rows], _targets_of(lengths.targets, cut), budget.tokens)
         rows, starts = rows[pieces.row], pieces.start

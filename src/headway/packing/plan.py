@@ -203,8 +203,7 @@ class Plan:
                     return
             if self._ends(packed):
                 return
-            # samples of packs that are too few for a step of the new size
-            left = packed.items[packed.bounds[done] :].tolist()
+            left = packed.items[packed.bounds[done] :].tolist()  # samples of packs too few for a step of the new size
             same = start.packs_per_step == self.packs_per_step
             accumulation = start.accumulation if same else self.accumulation
             start = self._start_at(packed.position, (*left, *packed.carried), ends_epochs=ends_epochs)

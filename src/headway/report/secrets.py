@@ -14,8 +14,7 @@ from typing import Any
 from headway.report.format import printable
 
 HIDDEN = "(hidden)"
-# longest file of settings that is read [characters]; PyYAML reads some tens of thousands a second
-_LONGEST_FILE = 1_000_000
+_LONGEST_FILE = 1_000_000  # longest file of settings [characters]; PyYAML reads some tens of thousands a second
 _LONGEST_TEXT = 10_000  # longest error or value [characters]: the patterns below take the square of some texts
 _MOST = 5000  # settings of a file; anchors of YAML may make a few lines endless
 # Words of a setting's name that tell a secret, and those that tell one together with "key" or "keys".

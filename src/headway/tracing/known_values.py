@@ -54,8 +54,7 @@ def _joined(args: tuple[Any, ...]) -> Parts | None:
         if not tensor.numel():
             continue  # torch takes an empty tensor of one axis beside any others
         if data is not None:
-            # a copy, because the tensor may be written to later
-            parts.append((place, place + data.shape[axis], data.clone()))
+            parts.append((place, place + data.shape[axis], data.clone()))  # a copy: the tensor may be written to later
         place += tensor.shape[axis]
     return Parts(axis, parts) if parts else None
 

@@ -148,8 +148,7 @@ class _Witnesses:
 
     faults: list[str] = field(default_factory=list)
     sums: set[int] = field(default_factory=set)  # steps of the checkpoints that agree
-    # steps of the checkpoints whose chain agrees, with the step that the chain begins after
-    chains: dict[int, int] = field(default_factory=dict)
+    chains: dict[int, int] = field(default_factory=dict)  # chains that agree: last step -> the step before the chain
     counts: int = 0
     resumes: int = 0  # resumes by the checkpoints' own count
     checkpoints: int = 0

@@ -169,8 +169,7 @@ def make_collator(
         position_rows=1 if encoder.rope_index is None else 3,
         blank=encoder.blank_image(),
         sources=sources,
-        # ranks that share a pack have equally many tokens
-        bucket_tokens=math.lcm(data.bucket_tokens or 1, ranks.sequence),
+        bucket_tokens=math.lcm(data.bucket_tokens or 1, ranks.sequence),  # ranks of a shared pack have equal numbers
         bucket_patches=data.bucket_patches,
         shares_prompts=encoder.shares_prompts,
     )

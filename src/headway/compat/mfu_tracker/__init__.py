@@ -217,8 +217,7 @@ def track(
     meter = _meter_of(models)
     meter.back()
     try:
-        # a block of an evaluation is a phase of its own
-        with nullcontext() if models[0].training else meter.phase("block"):
+        with nullcontext() if models[0].training else meter.phase("block"):  # an evaluation's block is a phase apart
             yield result
     except BaseException:
         meter.count(Workload())  # the block's forward may have failed before its work was counted

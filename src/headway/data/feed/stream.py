@@ -135,8 +135,7 @@ class StreamFeed(Feed):
             "budget": asdict(streaming.budget),
             **{name: getattr(streaming, name) for name in ("strategy", "overlong", "lanes", "shuffle", "open_packs")},
             "seed": streaming.seed,
-            # rule that deals a shard's rows to lanes; a state of another rule cannot go on
-            "dealing": "shifted rounds",
+            "dealing": "shifted rounds",  # rule that deals a shard's rows to lanes; states of other rules cannot go on
             **({} if streaming.maker.dropout is None else {"dropout": asdict(streaming.maker.dropout)}),
         }
 

@@ -68,8 +68,7 @@ def _switch_to_fa3(_device: torch.device) -> str | None:
     """Switch PyTorch to FlashAttention-3; returns why that failed, as a part of a sentence, or None."""
     try:
         with warnings.catch_warnings():
-            # the warning is of replaced kernels, as asked
-            warnings.filterwarnings("ignore", "Warning only once for all operators")
+            warnings.filterwarnings("ignore", "Warning only once for all operators")  # kernels are replaced on purpose
             activate_flash_attention_impl("FA3")
     except (ImportError, RuntimeError) as error:  # built for another PyTorch, or without a backward
         return f"PyTorch {torch.__version__} cannot use the installed {FA3}: {error}"

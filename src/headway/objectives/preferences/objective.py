@@ -248,8 +248,7 @@ class Preferences(Objective):
         """Values of the stored reference for held-out answers of all processes; computed once, then read."""
         path, ranks, scoring = self.parts.config.run.folder / FOLDER / "eval.json", self.parts.ranks, self._scoring
         if not self.parts.resumes:
-            # mode of an evaluation; the loop puts the model into training mode
-            scoring.model_with_loss.model.train(False)
+            scoring.model_with_loss.model.train(False)  # evaluation mode; the loop puts the model into training mode
             gathered = ranks.gather_all(values_of(packs, scoring.log_probabilities, scoring.device))
             ranks.by_first(lambda: write_json(path, {place: row for part in gathered for place, row in part.items()}))
         return _kept_values(path)
