@@ -16,8 +16,8 @@ from headway.config.optim import EmaConfig
 from headway.count import Workload, load_cost_model
 from headway.models.load import load_model
 from headway.optim import WeightAverage
-from headway.train import memory_error
-from headway.train.memory_error import Explanation, asked_bytes, held_bytes
+from headway.train import memory
+from headway.train.memory import Explanation, asked_bytes, held_bytes
 from headway.train.watch import LoopPhase
 from helpers.models import tiny_config
 
@@ -111,7 +111,7 @@ def on_cuda(run, raw, monkeypatch):
         config = parse_config({**raw, **sections})
         run.device, run.ranks.size = torch.device("cuda", 0), 1
         run.trained = SimpleNamespace(cost_model=load_cost_model("qwen2.5-vl-7b"))
-        monkeypatch.setattr(memory_error, "used_memory", lambda _: 2**30)
+        monkeypatch.setattr(memory, "used_memory", lambda _: 2**30)
         total = SimpleNamespace(total_memory=total_bytes)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: total)
         place = LoopPhase(3)

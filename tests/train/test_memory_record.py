@@ -8,8 +8,8 @@ import torch
 
 from headway.config import parse_config
 from headway.count import load_cost_model
-from headway.train import memory_record
-from headway.train.memory_record import FILE_NAME, last_residual, record_memory
+from headway.train import memory
+from headway.train.memory import FILE_NAME, last_residual, record_memory
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def recorded(raw, tmp_path, monkeypatch):
     }
     for name, answer in cuda.items():
         monkeypatch.setattr(torch.cuda, name, answer)
-    monkeypatch.setattr(memory_record, "held_bytes", lambda _: {"weights": 5, "optimizer": 7})
+    monkeypatch.setattr(memory, "held_bytes", lambda _: {"weights": 5, "optimizer": 7})
     run = SimpleNamespace(
         device=torch.device("cuda", 0),
         trained=SimpleNamespace(cost_model=load_cost_model("qwen2.5-0.5b")),

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headway.cli.options import JsonOption
+from headway.cli.options import JsonOption, SetOption
 from headway.cli.output import needs_extra, print_result
-from headway.cli.train import ResumeOption, SetOption, print_summary
+from headway.cli.train import ResumeOption, print_summary
 from headway.errors import UsageError
 from headway.plugins import hooks_of_all
 from headway.report import render_pairs

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from headway.cli.output import warn
 from headway.errors import UsageError
 
 if TYPE_CHECKING:
@@ -254,3 +255,33 @@ DtypeOption = Annotated[
 ]
 
 RanksOption = Annotated[int, typer.Option(metavar="N", help="Devices that shared the step.")]
+
+
+def _compared(context: typer.Context, assignments: list[str] | None) -> list[str] | None:
+    if assignments and not context.resilient_parsing:  # a shell that completes half a line parses resiliently
+        from headway.config.read import without_effect
+
+        for clause in without_effect(assignments):
+            warn(f"--set {clause}.")
+    return assignments
+
+
+def _settings_from(incomplete: str) -> list[str]:
+    """Names of settings that begin so, for a shell."""
+    from headway.config import TrainConfig
+    from headway.config.tree import walk
+
+    names = (setting.name for setting in walk(TrainConfig) if setting.section is None)
+    return [name for name in names if name.startswith(incomplete) and ".N." not in name]
+
+
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="a.b=c",
+        help="Change one setting, such as optim.lr=1e-3. The value is YAML. Repeatable.",
+        callback=_compared,
+        autocompletion=_settings_from,
+    ),
+]

@@ -11,12 +11,11 @@ import typer
 from headway.cli.devices import local_device, local_rates
 from headway.cli.links import LinkOptions
 from headway.cli.offers import chosen_offers, print_offers
-from headway.cli.options import JsonOption, devices_from, models_from, spread
+from headway.cli.options import JsonOption, SetOption, devices_from, models_from, spread
 from headway.cli.output import needs_extra, print_result, warn
 from headway.cli.plan_data import RunLength, RunRequest, lengths_of_data, measured_data
 from headway.cli.plan_text import note_on_auto, plan_record, plan_text
 from headway.cli.resolve import resolve_cost_model, resolve_ledger
-from headway.cli.train import SetOption
 from headway.cli.workload import WorkloadOptions, samples_in_turn, with_text
 from headway.errors import PlanError, UsageError
 from headway.log.working import working

@@ -165,7 +165,7 @@ def _residual(planned: "Prediction") -> dict[str, Any] | None:
     if planned.device is None or not (folder / "memory.json").is_file():  # torch is imported below
         return None
     with needs_extra("reading what a run held"):
-        from headway.train.memory_record import last_residual
+        from headway.train.memory import last_residual
 
         return last_residual(folder, planned.device.names)
 

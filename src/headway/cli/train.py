@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headway.cli.options import JsonOption, devices_from
-from headway.cli.output import needs_extra, print_result, say, warn
+from headway.cli.options import JsonOption, SetOption, devices_from
+from headway.cli.output import needs_extra, print_result, say
 from headway.cli.plan_data import find_data, lengths_of_data
 from headway.cli.plan_text import dry_run_text
 from headway.cli.resolve import resolve_ledger
@@ -23,36 +23,6 @@ if TYPE_CHECKING:
 INTERRUPTED = 130
 
 ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file; recipes/ has some to start from.")]
-
-
-def _compared(context: typer.Context, assignments: list[str] | None) -> list[str] | None:
-    if assignments and not context.resilient_parsing:  # a shell that completes half a line parses resiliently
-        from headway.config.read import without_effect
-
-        for clause in without_effect(assignments):
-            warn(f"--set {clause}.")
-    return assignments
-
-
-def _settings_from(incomplete: str) -> list[str]:
-    """Names of settings that begin so, for a shell."""
-    from headway.config import TrainConfig
-    from headway.config.tree import walk
-
-    names = (setting.name for setting in walk(TrainConfig) if setting.section is None)
-    return [name for name in names if name.startswith(incomplete) and ".N." not in name]
-
-
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="a.b=c",
-        help="Change one setting, such as optim.lr=1e-3. The value is YAML. Repeatable.",
-        callback=_compared,
-        autocompletion=_settings_from,
-    ),
-]
 ResumeOption = Annotated[
     bool,
     typer.Option(

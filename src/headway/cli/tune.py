@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headway.cli.links import LinkOptions, note_on_links
-from headway.cli.options import JsonOption, devices_from, models_from, spread
+from headway.cli.options import JsonOption, SetOption, devices_from, models_from, spread
 from headway.cli.output import print_result, say
 from headway.cli.plan import named_recipe, speeds_of
 from headway.cli.plan_data import lengths_of_data, measured_data
 from headway.cli.resolve import resolve_architecture, resolve_ledger
-from headway.cli.train import SetOption, find_inputs
+from headway.cli.train import find_inputs
 from headway.cli.tune_text import TuneReport, as_text, note_on_tokens, to_dict
 from headway.errors import DataError, HeadwayError, PlanError, UsageError
 from headway.files import write_output

@@ -22,8 +22,7 @@ from headway.meter.goodput_report import FILE_NAME as GOODPUT
 from headway.models.parallel.ranks import own_rank
 from headway.stores import spool
 from headway.train.loop import Loop, LoopEnd, Outputs
-from headway.train.memory_error import Explanation
-from headway.train.memory_record import record_memory
+from headway.train.memory import Explanation, record_memory
 from headway.train.prepare import Run, exports_of, prepare
 from headway.train.profiling import AutoProfile, ProfileWindow
 from headway.train.progress import Progress
