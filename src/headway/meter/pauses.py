@@ -94,7 +94,7 @@ class _Code(NamedTuple):
     """A function as frames of it are named.
 
     Attributes:
-        text: its name and the last two parts of its file's path: "step (loop/train.py".
+        text: its name and the last two parts of its file's path: "step (loop/train.py"; "" of what is left out.
         is_own: whether it is the loop's own, and not Headway's or of an installed package.
         purpose: that its file tells; "" of most.
     """
@@ -106,12 +106,13 @@ class _Code(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _code(path: str, name: str) -> _Code:
-    # By its names, since code of two files is equal if it does the same.
+    """Facts of a function, by its names: a code object equals that of another file which does the same."""
     parts = path.replace("\\", "/").split("/")
     is_own = not path.startswith(_NOT_OWN) and "-packages" not in path and not _is_command(path, name)
     short = "/".join(parts[-3:])
     names = [purpose.name for purpose in PURPOSES.values() if not is_own and purpose.is_told_by_file(short)]
-    return _Code(f"{name} ({'/'.join(parts[-2:])}", is_own, names[0] if names else "")
+    text = "" if path.replace("\\", "/").endswith(_ENGINE) else f"{name} ({'/'.join(parts[-2:])}"
+    return _Code(text, is_own, names[0] if names else "")
 
 
 def _is_command(path: str, name: str) -> bool:
@@ -414,8 +415,8 @@ class HostEvidence(StackSampler):
         """Name the innermost frames: those around the innermost one, and the first of the loop's own code."""
         frames: list[tuple[str, bool]] = []
         while frame is not None and len(frames) < _DEPTH:
-            if not frame.f_code.co_filename.replace("\\", "/").endswith(_ENGINE):
-                code = _code(frame.f_code.co_filename, frame.f_code.co_name)
+            code = _code(frame.f_code.co_filename, frame.f_code.co_name)
+            if code.text:
                 frames.append((f"{code.text}:{frame.f_lineno})", code.is_own))
             frame = frame.f_back
         own = next((place for place, (_, is_own) in enumerate(frames) if is_own), None)

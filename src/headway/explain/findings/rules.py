@@ -93,17 +93,7 @@ def _finding(
     total_ns: int,
     beside_ns: int = 0,
 ) -> Finding:
-    """Make the finding of an observation: its loss as a share of a time, and MFU with and without it.
-
-    Args:
-        name: of the rule that made the observation.
-        place: of the finding.
-        observation: of the rule.
-        evidence: that the rule read.
-        lost_ns: what it costs all steps [ns].
-        total_ns: the time that it is a share of [ns].
-        beside_ns: the part of that time between the steps [ns].
-    """
+    """Make the finding of an observation: its loss as a share of a time, and MFU with and without it."""
     mfu_ns = evidence.full_ns + beside_ns  # MFU is that of the steps as they were measured
     lost_ns, useful_ns, mfu_to = min(round(lost_ns), total_ns), evidence.useful_ns, None
     is_promise = place not in (FindingPlace.VAGUE, FindingPlace.UNEXPLAINED)  # whose losses are bounds
