@@ -9,7 +9,7 @@ it.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +18,30 @@ from headway.predict.collectives import Kind, Links, RankGroup, collective_s, ho
 from headway.predict.speeds import Cases
 
 Phase = Literal["forward", "backward"]
-# seconds by case: beside no unit, (3,), each, (units, 3), and parts of blocks, (parts, 3); shares of parts, (parts, 1)
-_Overlap = tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]
+
+
+class _Overlap(NamedTuple):
+    """Exchanges of a pass, in seconds by case.
+
+    Attributes:
+        unhidden: before the first unit and after the last, shape (3,).
+        by_unit: while each unit computes, shape (units, 3).
+        by_part: while parts of blocks do, shape (parts, 3).
+        part_shares: of these parts in the time of forward, shape (parts, 1).
+    """
+
+    unhidden: NDArray[np.float64]
+    by_unit: NDArray[np.float64]
+    by_part: NDArray[np.float64]
+    part_shares: NDArray[np.float64]
+
+
+class _PackOverlap(NamedTuple):
+    """Exchanges of a pack: those that computing waits for [s], and those beside each pass."""
+
+    waits_s: Cases
+    forward: _Overlap
+    backward: _Overlap
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,16 +157,17 @@ class Timeline:
             backward: the same of backward [s].
             last: whether it is a step's last pack.
         """
-        waits_s, *phases = self._overlaps[last]
-        for seconds, shares, (unhidden, overlapped, parts, part_shares) in zip(
-            (forward, backward), (self._shares, self._shares[::-1]), phases, strict=True
-        ):
-            left = np.maximum(0.0, overlapped - shares * np.array(seconds))
-            of_parts = np.maximum(0.0, parts - part_shares * np.array(seconds))
-            waits_s += Cases(*np.cumsum(np.concatenate([unhidden[None], left, of_parts]), axis=0)[-1].tolist())
+        overlaps = self._overlaps[last]
+        waits_s = overlaps.waits_s
+        passes = (forward, self._shares, overlaps.forward), (backward, self._shares[::-1], overlaps.backward)
+        for seconds, shares, overlap in passes:
+            by_unit = np.maximum(0.0, overlap.by_unit - shares * np.array(seconds))
+            by_part = np.maximum(0.0, overlap.by_part - overlap.part_shares * np.array(seconds))
+            beyond = np.concatenate([overlap.unhidden[None], by_unit, by_part])
+            waits_s += Cases(*np.cumsum(beyond, axis=0)[-1].tolist())
         return waits_s
 
-    def _overlaps_of(self, exchanges: Iterable[Exchange]) -> tuple[Cases, _Overlap, _Overlap]:
+    def _overlaps_of(self, exchanges: Iterable[Exchange]) -> _PackOverlap:
         """Sort exchanges into those that computing waits for and those that run beside forward and backward."""
         waits = Cases.exact(0.0)
         gathers: dict[Phase, dict[str, Cases]] = {"forward": {}, "backward": {}}
@@ -163,7 +186,7 @@ class Timeline:
             else:
                 sums[exchange.unit] = sums.get(exchange.unit, Cases.exact(0.0)) + took
         backward = _overlap_of(self._order[::-1], gathers["backward"], sums, parts["backward"])
-        return waits, _overlap_of(self._order, gathers["forward"], {}, parts["forward"]), backward
+        return _PackOverlap(waits, _overlap_of(self._order, gathers["forward"], {}, parts["forward"]), backward)
 
     def _seconds(self, exchange: Exchange) -> Cases:
         key = (exchange.kind, exchange.num_bytes, exchange.ranks, exchange.stride, exchange.host_bytes)
@@ -188,7 +211,7 @@ def _overlap_of(
         for before, following in zip(("", *order[:-1]), (*order[1:], ""), strict=True)
     ]
     part_shares = [[share] for _, share in parts]
-    return (
+    return _Overlap(
         np.array(unhidden),
         np.array(overlapped),
         np.array([*parts.values()]).reshape(-1, 3),

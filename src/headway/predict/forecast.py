@@ -10,13 +10,10 @@ from headway.count.activations import SavedActivations
 from headway.errors import ConfigError
 from headway.packing.mesh import MeshShape
 from headway.predict.collectives import Links
-from headway.predict.communication import Exchanges
 from headway.predict.exchanges import exchanges_of
-from headway.predict.held import State
 from headway.predict.kernel_bytes import HEADWAY, Kernels
 from headway.predict.packs import Packs
 from headway.predict.recipe import (
-    Precision,
     frozen_forward,
     one_picture,
     precision_of,
@@ -62,7 +59,6 @@ class Forecaster:
         self._cost_model, self._saved, self._devices = cost_model, saved, devices
         self._speeds, self._links, self._making_s, self._kernels = speeds, links, making_s or 0.0, kernels
         self._times: dict[str, StepTimes] = {}
-        self._exchanges: dict[tuple[object, ...], Exchanges] = {}
         self._references: dict[bool, Forecaster] = {}  # by whether each step computes it
 
     def predict(self, config: TrainConfig, packs: Packs) -> StepForecast:
@@ -100,6 +96,10 @@ class Forecaster:
         )
         # of the step, tokens are counted over all ranks; making packs is shared among the workers
         state = state_of(config, precision, recompute)
+        exchanges = None
+        if self._links is not None:
+            saved, sharing = self._saved[precision], sharing_of(config, shape)
+            exchanges = exchanges_of(self._cost_model, saved, pack, state, sharing, shape)
         work = StepWork(
             flops=packs.flops,
             pack=pack,
@@ -111,7 +111,7 @@ class Forecaster:
             shards=shape.fsdp,
             gradients=self._gradients(config, shape),
             balance=packs.report.balance,
-            exchanges=None if self._links is None else self._exchanges_of(config, precision, pack, state, shape),
+            exchanges=exchanges,
             links=self._links,
             making_s=self._making_s * tokens * config.optim.accumulation / max(1, config.data.workers),
         )
@@ -149,24 +149,3 @@ class Forecaster:
         if config.parallel.reduce == "pack":
             return self._cost_model.params.trainable // shape.fsdp
         return trained_of_process(self._cost_model, shape.expert)
-
-    def _exchanges_of(
-        self, config: TrainConfig, precision: Precision, pack: Workload, state: State, shape: MeshShape
-    ) -> Exchanges:
-        """List exchanges of a pack, once for choices that differ in nothing that is exchanged."""
-        sharing = sharing_of(config, shape)
-        key = (
-            pack.tokens,
-            pack.patches,
-            pack.slots,
-            state.weight_bytes,
-            state.compute_bytes,
-            state.float8,
-            state.base,
-            state.recompute,
-            sharing,
-            shape,
-        )
-        if key not in self._exchanges:
-            self._exchanges[key] = exchanges_of(self._cost_model, self._saved[precision], pack, state, sharing, shape)
-        return self._exchanges[key]
