@@ -144,15 +144,8 @@ _FORMS: dict[str, Callable[[dict[str, Any], str], bool]] = {
 }
 _FORMS_OF = {name: form for layout in LAYOUTS for name, form in layout.forms}
 _COLUMNS = (*(layout.columns for layout in LAYOUTS), *(layout.reads for layout in LAYOUTS), *_PROMPTS.values())
-COLUMNS = tuple(
-    dict.fromkeys(
-        [
-            *(name for pairs in _COLUMNS for pair in pairs for name in pair[::-1] if name != MEDIA),
-            *MEDIA_COLUMNS,
-            *_IN_CHATS,
-        ]
-    )
-)
+_NAMES = [name for pairs in _COLUMNS for pair in pairs for name in pair[::-1] if name != MEDIA]
+COLUMNS = tuple(dict.fromkeys((*_NAMES, *MEDIA_COLUMNS, *_IN_CHATS)))
 """Names of columns that schemas read."""
 _KNOWN = {*COLUMNS, *MEDIA_PATHS, *FILE_NAMES}
 

@@ -38,11 +38,7 @@ _PAIR = (
     "the layouts), so that training would take a single answer for the right one"
 )
 REFUSED_COLUMNS = {
-    "chosen": _PAIR,
-    "rejected": _PAIR,
-    "rejected_response": _PAIR,
-    "rejected_messages": _PAIR,
-    "rejected_images": _PAIR,
+    **dict.fromkeys(("chosen", "rejected", "rejected_response", "rejected_messages", "rejected_images"), _PAIR),
     "margin": "how much better an answer is has no part in any loss here, which is told which is better alone",
     "label": "it is KTO's mark of good and bad answers, or the class of what the row holds, and Headway learns words",
     "kto_tag": "it is KTO's mark of an answer, which is true or false, and stands beside a chat",
