@@ -115,7 +115,7 @@ def test_numbers_that_are_not_finite_are_not_saved_by_another_error_either(raw, 
         write(self, window, pending, copy)
 
     monkeypatch.setattr(recorder.StepRecorder, "_write", diverged)
-    fail_at(monkeypatch, loop, "on_device", RuntimeError("a kernel failed"), BAD_STEP)
+    fail_at(monkeypatch, loop, "transfer_ahead", RuntimeError("a kernel failed"), BAD_STEP)
     with pytest.raises(HeadwayError, match="step 3 has loss nan"):
         train(config)
     assert latest_checkpoint(config.run.folder / "checkpoints") is None
