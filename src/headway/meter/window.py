@@ -24,7 +24,8 @@ class _Entry(property):
     """An entry of a record as an attribute; NaN where it is not known."""
 
     def __init__(self, meaning: str) -> None:
-        super().__init__(self._read, doc=meaning)
+        super().__init__(self._read)
+        self.__doc__ = meaning  # Python before 3.13 keeps the class's own for a property of a subclass
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
