@@ -1,14 +1,14 @@
 """Records of a run's steps, each step once: checked, and in a bounded number however long the run is."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from headway.errors import ConfigError
 from headway.files import open_plain
 from headway.log.jsonl import sharing_decoder
-from headway.log.records import RecordReader, StepRecord, can_be_joined, is_header, joined
+from headway.log.records import Measured, RecordReader, StepRecord, can_be_joined, is_header, joined
 from headway.report.numbers import integer, quantity
 
 _MOST_RECORDS = 2**15  # that are held; those of a longer run are joined, two by two, as often as is needed
@@ -25,7 +25,7 @@ class RecordedStep:
     away_ns: int  # within them, and not training
     world_size: int
     record: Mapping[str, Any]
-    is_left_out: bool = False  # all its steps were warm-up or compiled something: it tells their time single
+    is_left_out: bool = False  # all its steps were warm-up or compiled something: it tells their time alone
 
     def ns(self, name: str) -> int:
         """Time of a step that the record has under a name in seconds, its share of the record's [ns]."""
@@ -84,14 +84,15 @@ class _RecordSeries:
 
 def _joined(before: RecordedStep, after: RecordedStep, single: int | None) -> RecordedStep | None:
     """The window of two records; None where they cannot be one."""
-    records = before.record, after.record
-    if single in (before.step, after.step) or not all(isinstance(record, StepRecord) for record in records):
+    first, second = (
+        entry.record.measured if isinstance(entry.record, StepRecord) else entry.record for entry in (before, after)
+    )
+    if single in (before.step, after.step) or not (isinstance(first, Measured) and isinstance(second, Measured)):
         return None
-    measured = [record.measured for record in records if isinstance(record, StepRecord)]
-    if before.is_left_out != after.is_left_out or not can_be_joined(*measured):
+    if before.is_left_out != after.is_left_out or not can_be_joined(first, second):
         return None
     try:
-        return checked_record(StepRecord(joined(*measured)))
+        return checked_record(joined(first, second))
     except (KeyError, TypeError, ValueError, ArithmeticError):  # of lines that were edited
         return None
 
@@ -107,7 +108,7 @@ def read_steps(path: Path, single: int | None) -> tuple[list[RecordedStep], list
             for number, line in enumerate(file, start=1):
                 if not line.strip():
                     continue
-                record = reader.read(line)
+                record = reader.read(line, derives=series.size == 1)
                 if record is None:
                     unreadable.append(number)
                     # Only the last line of a file can lack its end.
@@ -128,7 +129,17 @@ def read_steps(path: Path, single: int | None) -> tuple[list[RecordedStep], list
     if not series.by_step:
         raise _no_steps(path, others)
     notes = _notes(path, unreadable, series, timeless=timeless, is_torn=is_torn)
-    return sorted(series.by_step.values(), key=lambda entry: entry.step), notes
+    return sorted(map(_whole, series.by_step.values()), key=lambda entry: entry.step), notes
+
+
+def _whole(entry: RecordedStep) -> RecordedStep:
+    """Derive the record of a window; one of lines that were edited stays as it is, and explain names its step."""
+    if not isinstance(entry.record, Measured):
+        return entry
+    try:
+        return replace(entry, record=StepRecord(entry.record))
+    except (KeyError, TypeError, ValueError, ArithmeticError):
+        return entry
 
 
 def _notes(path: Path, unreadable: list[int], series: _RecordSeries, *, timeless: int, is_torn: bool) -> list[str]:

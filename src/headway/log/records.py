@@ -84,6 +84,10 @@ def known(node: Any) -> Any:
     return [known(value) for value in node] if isinstance(node, list | tuple) else node
 
 
+class Measured(dict[str, Any]):
+    """Entries of a step or of some steps that a file keeps, from which `StepRecord` makes a record."""
+
+
 class StepRecord(dict[str, Any]):
     """The record of a step, or of some steps: what was measured, and what follows from it.
 
@@ -238,7 +242,7 @@ def can_be_joined(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
     return all(before.get(name) == after.get(name) for name in _FACTS if name != "components")
 
 
-def joined(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+def joined(before: Mapping[str, Any], after: Mapping[str, Any]) -> Measured:
     """Join what was measured in some steps and in those behind them into one window.
 
     Times, counts and FLOPs are sums, and so the rates that follow are a total over a total. Other fractional numbers,
@@ -266,7 +270,7 @@ def joined(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any
     by_component = _sum(
         *(dict(zip(part["components"], part["flops_by_component"], strict=True)) for part in (before, after))
     )
-    return window | {"components": [*by_component], "flops_by_component": [*by_component.values()]}
+    return Measured(window | {"components": [*by_component], "flops_by_component": [*by_component.values()]})
 
 
 def _sum(first: Any, second: Any) -> Any:
@@ -356,22 +360,28 @@ class RecordReader:
         self._decoder = decoder
         self._headers: dict[str, dict[str, Any]] = {}
 
-    def read(self, line: bytes) -> dict[str, Any] | None:
-        """Give the whole record of a line, and a header as it is; None where it cannot be read."""
-        entries = as_object(line, self._decoder)
+    def read(self, line: bytes, *, derives: bool = True) -> dict[str, Any] | None:
+        """Give the whole record of a line, and a header as it is; None where it cannot be read.
+
+        Args:
+            line: with its line break.
+            derives: False for what was measured alone, a `Measured`, where the file has no whole record.
+        """
+        entries = as_object(line)
         if entries is None:
             return None
         if is_header(entries):
             self._headers[str(entries.get("name"))] = entries["shared"]
             return entries
         if _HEADER not in entries:  # a whole record: of an older file, or not of a step
-            return entries
+            return entries if self._decoder is None else as_object(line, self._decoder)
         shared = self._headers.get(str(entries.pop(_HEADER)))
         if shared is None:
             return None
         missing = entries.pop("without", ())
         try:
-            return StepRecord({name: value for name, value in (shared | entries).items() if name not in missing})
+            measured = Measured({name: value for name, value in (shared | entries).items() if name not in missing})
+            return StepRecord(measured) if derives else measured
         except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError):  # of a line that was edited
             return None
 
