@@ -142,6 +142,12 @@ def test_on_cuda_the_memory_plan_says_what_fits(on_cuda):
     assert all(float(each) < 0.9 * 139.8 for each in found.groups())
 
 
+def test_on_cuda_settings_are_named_where_the_pack_fits_by_the_plan(on_cuda):
+    said = on_cuda(2**40, speed={"recompute": "full"})
+    assert "where 1.0 TiB are there; " in said
+    assert re.search(r"What fits, by the plan, the gentlest first: speed\.offload=inputs: [\d.]+ GiB, ", said)
+
+
 def test_on_cuda_it_is_said_where_no_setting_helps(on_cuda):
     said = on_cuda(2 * 2**30, optim={"steps": 6, "lr": 1e-5, "state": "8bit"})
     assert "and no settings that fit; the least is speed.recompute=full and speed.offload=inputs and " in said

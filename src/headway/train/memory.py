@@ -107,6 +107,9 @@ def planned_ways(run: Run, config: TrainConfig, slots: int, patches: int, total_
     try:
         model, saved = run.trained.cost_model, saved_of_recipe(config)
         planned, ways = memory_and_ways(config, model, saved, run.ranks.size, room, (slots, patches))
+        if not ways:  # it fits by the plan, and memory ran out nevertheless: what needs less is looked for
+            room = int(0.99 * planned.peak)
+            _, ways = memory_and_ways(config, model, saved, run.ranks.size, room, (slots, patches))
     except HeadwayError:
         return None
     # The fullest moment by its parts, the largest first.
@@ -118,9 +121,6 @@ def planned_ways(run: Run, config: TrainConfig, slots: int, patches: int, total_
         f"fullest in {fullest.name}, and most of that is {largest[0]}, {PARTS[largest[0]]}: {format_bytes(largest[1])} "
         f"(then {smaller})"
     )
-    # By the plan it fits as it is: then what the plan does not count is too much, and a smaller pack is the way.
-    if not ways:
-        return f"{expected}, so it fits by the plan: the rest is not tensors of this run, or in fragments."
     # Ways out come gentlest first; where none fits, the smallest stands alone.
     if ways[0].peak_bytes > room:
         return f"{expected}, and no settings that fit; the least is {ways[0]}, {format_bytes(ways[0].peak_bytes)}."
