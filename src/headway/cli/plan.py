@@ -202,7 +202,7 @@ def _print_plan(
     from headway.predict.recipe import with_copies
 
     config, predictor = with_copies(run.config, count), run.predictor
-    links = link_options.joining(predictor.device, count)  # or an error, before anything is measured
+    links = link_options.joining(predictor.device, count)  # before anything is measured, which takes long
     measured = measured_data(data, config, run.cost_model) if data else None
     table = run.own if measured is None else (measured.name, measured.lengths)
     if run.pattern is not None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from headway.predict.speeds import Cases
     from headway.predict.step_time import StepForecast
 
-_LEAST_GAIN = 0.001  # of a step, that is worth a package
+_LEAST_GAIN = 0.001  # share of a step that is worth a package
 _NO_ROOM = "DOES NOT FIT"
 LABELS = {"base": "weights, base", "casts": "weights, cast", "gathered": "weights, gathered",
     "reducing": "gradients, summing", "passing": "gradients, passing", "head": "logits and loss",

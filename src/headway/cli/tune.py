@@ -112,7 +112,7 @@ def tune(
     if measure is not None:
         _check_data(config)
     kind = None if config.plan.device is None else named_device(config.plan.device)
-    link_options.joining(kind, config.plan.devices or 1)  # or an error, before anything is measured
+    link_options.joining(kind, config.plan.devices or 1)  # before anything is measured, which takes long
     search, joined, speeds = search_of(
         config, memory, tokens_per_step, data or [], meshes=meshes, link_options=link_options
     )

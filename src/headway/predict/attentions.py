@@ -67,16 +67,16 @@ def attentions(cost_model: CostModel, saved: SavedActivations, compute_bytes: in
         saved_rows = saved.blocks[row.block].attention
         if not before or not after or not saved_rows:
             continue
-        # what the projection after attention reads is its output; 2 FLOPs a pair for each value of queries and outputs
+        # the projection after attention reads its output; 2 FLOPs a pair for each value of queries and outputs
         output = after[0][0]
         queries = row.forward // 2 - output
-        # what it saves beyond the output is float32, one number for each head
+        # beyond the output it saves float32, one number for each head
         heads = max(1, int(sum(saved_rows.values()) - output * compute_bytes) // FLOAT32)
         # grouped queries: of three projections before it the middle one makes the keys
         key_heads = heads
         if len(before) > 2 and before[-2][1] * output == before[-1][1] * queries:
             key_heads = max(1, before[-2][1] * heads // queries)
-        # what attention keeps is of all its tokens, where a projection may be of some
+        # attention keeps results of all its tokens, but a projection may have some alone
         attentions.append(
             Attention(row.block, next(iter(saved_rows)), heads, key_heads, queries // heads, output // heads)
         )

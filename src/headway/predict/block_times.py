@@ -103,7 +103,9 @@ def _room(device: torch.device) -> int:
 
 def _shallow_model(config: Any, device: torch.device, dtype: torch.dtype) -> Any:
     """Build a model with random weights, and without those of words, which the blocks alone do not need."""
-    model: Any = load_model(copy.deepcopy(config), dtype=dtype, device="meta", random_init=True)  # which changes it
+    model: Any = load_model(
+        copy.deepcopy(config), dtype=dtype, device="meta", random_init=True
+    )  # the loading changes a configuration
     for ends in (model.get_input_embeddings(), model.get_output_embeddings()):
         if ends is not None:
             ends.weight, ends.padding_idx = nn.Parameter(ends.weight[:1]), None

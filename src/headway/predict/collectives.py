@@ -26,7 +26,7 @@ REACHED = Cases(0.9, 0.8, 0.6)
 LAUNCH_S = 8.4e-6
 INSIDE_S, BETWEEN_S = 3.4e-6, 14e-6
 _TREE_INSIDE_S = 4e-6
-_TREE_SHARE = 0.92  # of the bandwidth that a tree reaches; the same file
+_TREE_SHARE = 0.92  # share of the bandwidth that a tree reaches; the same file
 
 
 @dataclass(frozen=True, slots=True)

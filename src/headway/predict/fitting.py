@@ -40,9 +40,9 @@ PRICES = {
 LORA_RANK = 16
 """Rank of the adapters that are proposed: PEFT's tutorials and LLaMA-Factory's examples use 8 to 64."""
 _IN_4_BITS = "model.base=nf4"
-_FEWEST_TOKENS = 1024  # of a pack that is still worth a step
-_MOST_DOUBLED = 10  # how often devices are doubled
-_WORTH = 0.99  # of the peak as it is; what saves less is not named
+_FEWEST_TOKENS = 1024  # in a pack that is still worth a step
+_MOST_DOUBLED = 10  # times that devices are doubled
+_WORTH = 0.99  # share of the present peak; settings that save less are not named
 
 Peak = Callable[[TrainConfig, int], int]
 """The most that each device holds under a configuration, with so many devices [bytes]."""
@@ -144,7 +144,7 @@ def memory_and_ways(
 
     def memory(changed: TrainConfig, devices: int) -> MemoryPlan:
         fill = min(1.0, changed.data.tokens_per_pack / tokens)
-        # of adapters that are tried, what autograd saves is not traced
+        # activations beside adapters that are tried are estimated, not traced
         learning, saved_by = cost_model, saved
         if changed.model.lora is not None and config.model.lora is None:
             learning = cost_model.lora(changed.model.lora.rank, changed.model.lora.targets)

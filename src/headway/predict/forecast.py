@@ -94,7 +94,7 @@ class Forecaster:
             images=one_picture(round(packs.mean_patches), self._cost_model),
             slots=-(-pack_tokens // bucket) * bucket,
         )
-        # of the step, tokens are counted over all ranks; making packs is shared among the workers
+        # tokens of the step are counted over all ranks; making packs is shared among the workers
         state = state_of(config, precision, recompute)
         exchanges = None
         if self._links is not None:

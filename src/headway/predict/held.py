@@ -52,13 +52,13 @@ class State:
     offload: bool = False  # whether the host updates
     one_pass: bool = False  # whether AdamW makes one pass over large parameters in bfloat16
     accumulates: bool = False  # whether a step sums several packs
-    recompute: str = "none"  # which blocks are computed again, as for `recomputed_blocks`
+    recompute: str = "none"  # blocks that are computed again, as for `recomputed_blocks`
     fused: bool = False  # whether blocks are compiled or run on fused kernels
     liger: bool = False  # whether Liger computes the loss, and gated products, whose gradients it writes over them
     inputs_on_host: bool = False  # whether what enters recomputed blocks waits there for backward
     weighs: bool = False  # whether the output layer runs once more, for the losses that its chunks are weighed by
     chunk: int | None = None  # slots whose logits exist at a time [slots]; None for those of a whole pack
-    base: Base | None = None  # how frozen matrices are held, where not in the dtype of the products
+    base: Base | None = None  # form of frozen matrices, where not in the dtype of the products
     # tokens and patches of a pack if its segments were all as long as the longest; None where attention's sums are not
     padded: tuple[int, int] | None = None
 
@@ -67,9 +67,9 @@ class State:
 class Holding:
     """Traits that decide in how many bytes a weight is held and gathered."""
 
-    weight_bytes: int  # of a number that learns
-    compute_bytes: int  # of a number that products read
-    base: Base | None = None  # how frozen matrices are held
+    weight_bytes: int  # bytes of a number that learns
+    compute_bytes: int  # bytes of a number that products read
+    base: Base | None = None  # form of frozen matrices
     gathers: bool = False  # whether FSDP2 gathers the weights
     float8: bool = False  # whether it gathers those of converted layers in float8, a byte for a number
 

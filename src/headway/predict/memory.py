@@ -175,7 +175,7 @@ def _ends_of(
     """List what stands around the blocks in backward; of the new gradients, `of_blocks` come in the blocks."""
     head_gradient = shared(head.weight, sharing)
     rows = saved.blocks[""].plain
-    # of several processes it stayed until the end of backward, on pretended ones
+    # with several processes it stayed until the end of backward, on pretended ones
     last_norm = {driver: size for driver, size in rows.items() if driver == "tokens" and not sharing.gathers}
     return Ends(
         outside=-(-bytes_of(rows, pack) // sharing.sequence),

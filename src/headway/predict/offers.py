@@ -34,7 +34,7 @@ MOST_DEVICES = 1024
 """Of one offer, where its list says no other number."""
 _FORMS = "a mapping as `H100: 2.5`, a list with device and price in each entry, or CSV with these two columns"
 _KEYS = ("device", "price", "most", "offer")
-_NEVER_FASTER = 0.8  # of the time that a number of devices takes by proportion; more memory may save recomputation
+_NEVER_FASTER = 0.8  # share of the time by proportion to devices; more memory may save recomputation
 _SHOWN = 2  # sizes of an offer: the smallest that is in time, and the next one, which is faster
 
 

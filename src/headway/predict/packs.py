@@ -137,7 +137,7 @@ def plan_packs(
     second = frozen_forward(config, cost_model)
     reference = None if second is None else second.cost_model.count(work).split(len(full_steps))[0]
     num_packs = sum(len(step.packs) for step in full_steps)
-    # of the largest packs, tokens and patches need not be of the same one
+    # the most tokens and the most patches need not be in one pack
     most = [
         max(int(sizes[pack].sum()) for step in full_steps for pack in step.packs)
         for sizes in (items.tokens, items.patches)

@@ -54,7 +54,7 @@ def saved_as_trained(model: ModelConfig, precision: str) -> SavedActivations:
     with working(f"tracing what autograd saves of {model.path}"):
         if shipped is None or model.has_own_shape:
             return saved_of_partly_trained(named_config(model.path), model, precision)
-        # what ships never changes: one trace serves all that ask in a process
+        # a shipped model never changes: one trace serves all that ask in a process
         key = model.model_dump_json(include={"path", "freeze", "lora", "base"})
         return _traced_of_shipped(shipped, key, precision)
 

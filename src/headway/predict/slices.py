@@ -172,7 +172,7 @@ class Rows:
             return numel
         if name in self._convolutions:
             return width
-        # what is larger than any vector is a table: embeddings of tokens or of positions; a router has a row per expert
+        # a table is larger than any vector: embeddings of tokens or of positions; a router has a row per expert
         is_table = numel > self._widest or parameter.component.endswith(".router")
         return numel // width if is_table else numel
 

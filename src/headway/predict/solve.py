@@ -18,9 +18,9 @@ _TOLERANCE = 0.005  # given values may be rounded this much before they contradi
 class Quantity:
     """One quantity of a plan."""
 
-    key: str  # its name in `solve`
+    key: str  # the name in `solve`
     label: str  # name to print
-    unit: str = ""  # such as "s"; "" for counts and fractions
+    unit: str = ""  # "s", for example; "" for counts and fractions
 
 
 QUANTITIES = (

@@ -189,9 +189,9 @@ class StepTimes:
         kinds_of_driver: dict[tuple[str, str], dict[str, Counter[_Kind]]] = defaultdict(lambda: defaultdict(Counter))
         alive = set()
         queries = {row.block: (row.component, row.driver) for row in reversed(cost_model.rows) if row.op != "attention"}
-        self._queries: dict[tuple[str, str], tuple[str, str]] = {}  # of attention, by a product of the same block
+        self._queries: dict[tuple[str, str], tuple[str, str]] = {}  # attention's, by a product of the same block
         sizes = {attention.block: attention.size for attention in attentions(cost_model, saved, BFLOAT16)}
-        self._head_sizes: dict[tuple[str, str], int] = {}  # of attention, where it is known
+        self._head_sizes: dict[tuple[str, str], int] = {}  # attention's, if it is known
         for row in cost_model.rows:
             if row.op == "attention" and row.block in sizes:
                 self._head_sizes.setdefault((row.component, row.driver), sizes[row.block])
@@ -247,7 +247,7 @@ class StepTimes:
         both = (passes.times(forward), passes.times(1 - forward))
         lines.append(self._line("copies", self._copies_s(work, state, *both)))
         lines.append(self._line("optimizer", self._optimizer_s(work, state)))
-        # what exchanges take longer than forward and backward, and waiting for the rank with the most work
+        # time that exchanges take longer than forward and backward, and waiting for the rank with the most work
         computed = sum((line.seconds for line in lines), Cases.exact(0.0))
         if work.exchanges is not None and work.links is not None:
             waits = exposed_s(work.exchanges, work.packs, *both, work.links, overlap=speeds.runs_ahead)

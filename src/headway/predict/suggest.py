@@ -26,8 +26,8 @@ from headway.predict.saved import saved_of_recipe
 from headway.report import format_bytes, format_count, format_share
 from headway.words import Argument
 
-_EPOCHS = 3  # of chats, as LLaMA-Factory's examples/train_full (0.9.3)
-_CORPUS_EPOCHS = 1  # of documents, as language models are trained on theirs
+_EPOCHS = 3  # chats, as LLaMA-Factory's examples/train_full (0.9.3)
+_CORPUS_EPOCHS = 1  # documents, as language models are trained on theirs
 _FROM_SCRATCH_STEPS = 300  # with fewer, a small model with random weights has hardly left its first loss (tutorial.md)
 _MOST_EPOCHS = 50
 _LEAST_PACK, _MOST_PACK = 512, 32768  # [tokens]

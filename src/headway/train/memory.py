@@ -107,7 +107,7 @@ def planned_ways(run: Run, config: TrainConfig, slots: int, patches: int, total_
     try:
         model, saved = run.trained.cost_model, saved_of_recipe(config)
         planned, ways = memory_and_ways(config, model, saved, run.ranks.size, room, (slots, patches))
-        if not ways:  # it fits by the plan, and memory ran out nevertheless: what needs less is looked for
+        if not ways:  # the plan fits, and memory ran out nevertheless: settings below its own peak are ways too
             room = int(0.99 * planned.peak)
             _, ways = memory_and_ways(config, model, saved, run.ranks.size, room, (slots, patches))
     except HeadwayError:

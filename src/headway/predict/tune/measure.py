@@ -30,7 +30,7 @@ STEPS, WARM_UP = 5, 2
 """Steps that are timed, and those before them, in which blocks compile and the allocator fills."""
 
 LIMIT_S = 600.0
-_KILLED = -signal.SIGKILL  # what the system does to a process where the host's memory ends
+_KILLED = -signal.SIGKILL  # the system's signal to a process if the host's memory ends
 _LONGEST = 200  # characters of a reason
 _NO_MEMORY = ("out of memory", "OutOfMemory", "cannot allocate memory")
 
@@ -85,7 +85,7 @@ def measure(
                 stderr=subprocess.PIPE,
                 text=True,
                 errors="replace",
-                start_new_session=True,  # so that its data workers end with it
+                start_new_session=True,  # its data workers end with it
             )
         try:
             _, stderr = process.communicate(timeout=limit_s)
@@ -118,7 +118,7 @@ def corrected(
         trial.flops_per_s / choice.flops_per_s for choice, trial in trials.items() if trial.flops_per_s is not None
     ]
     factor = statistics.median(ratios) if ratios else 1.0
-    # where memory ran out, the least plan that did so is the limit, unless a larger one was run
+    # the least plan with which memory ran out is the limit, unless a larger one was run
     burst = [choice.memory.peak for choice, trial in trials.items() if trial.outcome == "out of memory"]
     within = [choice.memory.peak for choice, trial in trials.items() if trial.outcome == "measured"]
     limit = min((size for size in burst if size > max(within, default=0)), default=None)

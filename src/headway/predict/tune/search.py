@@ -151,7 +151,7 @@ class Search:
             DataError: its packs do not hold its longest sample.
         """
         packs = self._planned(self.config)
-        if packs is None:  # its error says why
+        if packs is None:  # the error says why
             packs = self._plan(self.config)
         return self._candidate(self.config, {}, packs, self._memory(self.config, packs))
 

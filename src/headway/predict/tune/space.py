@@ -33,9 +33,9 @@ LEFT = "left"
 
 TOLERANCE = 0.05
 _DEGREES = (1, 2, 4, 8)  # processes of a node, that share packs or experts
-_FEWEST_TOKENS = 64  # of a pack
+_FEWEST_TOKENS = 64  # in a pack
 _KEPT_BITS = 7  # a packing length is rounded to so many binary digits, which is 0.8 % at most
-_PATCH_ROOM = 1.08  # of a pack's mean patches, as a limit
+_PATCH_ROOM = 1.08  # times a pack's mean patches, as a limit
 _TOLERANCE_SIGN = re.compile(r"\+-|\+/-|±")
 
 Values = Mapping[str, Any]
