@@ -290,7 +290,7 @@ class CheckpointSaver:
             ) from error
         checkpoint = open_checkpoint(folder)
         export = self._export
-        if export is not None and not contents.position.get(SKIPPED):  # else the weights are those of one before
+        if export is not None and not contents.position.get(SKIPPED):  # a skipped step leaves the weights as before
             self._agree(lambda: export(checkpoint) if self._ranks.is_first else None)
         return checkpoint
 

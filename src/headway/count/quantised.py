@@ -41,7 +41,7 @@ def matrix_bytes(base: Base, rows: int, columns: int) -> int:
     if base == "int8":
         return _FLOAT32 * rows + values
     blocks = -(-values // BLOCK)
-    factors = 1 + -(-blocks // SCALES)  # and the mean of all scales
+    factors = 1 + -(-blocks // SCALES)  # scales' factors, and the mean of all scales
     return _FLOAT32 * factors + blocks + blocks * BLOCK // 2
 
 

@@ -94,7 +94,7 @@ def _term(text: str) -> Term:
     tower, _, of_tower = name.partition(":")
     blocks = of_tower if tower in towers() else name
     number = blocks.removeprefix("every:") if blocks.startswith("every:") else ""
-    counts = number.isdecimal() and len(number) <= _MAX_DIGITS  # else a name that no block has
+    counts = number.isdecimal() and len(number) <= _MAX_DIGITS  # a longer number is a name that no block has
     every = int(number) if counts else int(blocks in ("full", "reentrant"))
     return Term(name, text.startswith("-"), every, tower if every and tower in towers() else "")
 

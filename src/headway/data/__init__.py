@@ -33,7 +33,7 @@ _HOMES = {
     "headway.data.encoded": ("EncodedSample",),
     "headway.data.sources": ("read_samples",),
     "headway.packing": ("Budget", "Size"),
-}  # all others are in samples
+}  # modules of public names; samples has all others
 
 __all__ = [
     "AudioPart",

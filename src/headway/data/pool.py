@@ -347,7 +347,7 @@ def _do(task: Any) -> SharedBlock | None:
     if _stop.is_set():
         return None
     if _work is None:
-        _work = pickle.loads(_pickled_work)  # here, so that a failure is the task's own error
+        _work = pickle.loads(_pickled_work)  # a failure here is the task's own error
     result = _work(task)
     try:
         return None if result is None else to_block(result)

@@ -435,7 +435,7 @@ class SampleError(DataError):
 
     def __init__(self, origin: Origin, *pieces: object) -> None:
         super().__init__(*pieces, where=str(origin))
-        self.args = (origin, *pieces)  # both, so that the error can be pickled
+        self.args = (origin, *pieces)  # pickling the error needs both
         self.origin = origin
 
     @property

@@ -90,7 +90,7 @@ def check_config(path: Path) -> None:
         counts = any(word.rstrip("s") in _LAYERS for word in words) and not any(word in _SIZED for word in words)
         if counts and value > MAX_LAYERS:
             raise ValueError(f"{name} is {str(value)[:20]}; a model has at most {MAX_LAYERS:,} layers")
-        if name in _WIDTHS and not 0 <= value <= MAX_WIDTH:  # also of a value that is no number
+        if name in _WIDTHS and not 0 <= value <= MAX_WIDTH:  # a value that is no number fails here too
             raise ValueError(f"{name} is {str(value)[:20]}; a model has 0 to {MAX_WIDTH:,}")
 
 

@@ -112,7 +112,7 @@ def try_packs(model: PreTrainedModel, *, tokens: float = math.inf, is_shared: bo
 def _verdict(model: PreTrainedModel, tokens: float) -> Verdict:
     """The verdict on a model's classes and configuration: from the cache if it held packs, else by a trial."""
     file = cache_root() / "packs" / f"{_key(model, tokens)}.json"
-    with suppress(OSError, ValueError, TypeError):  # none, or one that was cut short: it is made again
+    with suppress(OSError, ValueError, TypeError):  # a file that is missing or was cut short is made again
         return Verdict(**json.loads(file.read_text(encoding="utf-8")))
     verdict = verdict_on(model.config, tokens)
     if verdict.mode in ("packed", "apart"):  # another failure may be for want of memory

@@ -103,7 +103,7 @@ def record_attention(
     block, unit_flops = recorder.block_of(module), 2 * heads * (qk + vo)
     operation = Operation(module, "attention", pairs, unit_flops, products, block, driver=driver, masked=masked)
     operation.longest, operation.fed = longest, any(t.fed for t in tensors)
-    if heads == q.shape[-3]:  # else pairs are of one head each
+    if heads == q.shape[-3]:  # pairs of other masks are of one head each
         operation.cached = k.shape[-3] * (qk + vo)
     recorder.add(operation)
     extras = [t for t in extra if isinstance(t, Phantom)]

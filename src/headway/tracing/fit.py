@@ -89,7 +89,7 @@ def fit(
 
     # a driver of which every run did the same multiple
     if matches := proportional(units, driver_units):
-        # one that counts these very units, or pairs for attention, or whole FLOPs, where there is one
+        # a driver that counts these very units, or pairs for attention, or whole FLOPs, if there is such a driver
         attends = first.kind == "attention"
 
         def names_pairs(driver: str) -> bool:

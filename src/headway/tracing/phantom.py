@@ -237,7 +237,8 @@ def _shapes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _pack(*args)
     if torch.Tag.inplace_view in func.tags and isinstance(args[0], Phantom):
         args[0].meta = args[0].meta.detach()  # sizes are about to change, and other phantoms may share the meta tensor
-    if func._overloadpacket is aten._grouped_mm and args[0].dtype != torch.bfloat16:  # all that it takes on shapes
+    # bfloat16 is all that the kernel takes on shapes
+    if func._overloadpacket is aten._grouped_mm and args[0].dtype != torch.bfloat16:
         return func(*(a.meta.bfloat16() if isinstance(a, Phantom) else _meta(a) for a in args)).to(args[0].dtype)
     if func._overloadpacket.__name__.startswith(
         "_scaled_mm"

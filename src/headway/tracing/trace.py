@@ -67,7 +67,7 @@ def trace(model_or_config: Any, *, inputs: Any = None, results: Results = None, 
         adapted = [path for path, m in model_or_config.named_modules() if wraps_a_layer(m)] if is_model else []
         if not adapted:
             raise
-        with suppress(TraceError):  # else it is not the adapters that cannot be read
+        with suppress(TraceError):  # a second failure has another cause than the adapters
             cost = _traced(model_or_config, inputs, results, name, adapters=False)
             missing = (
                 f"the adapters of {adapted[0]} and {len(adapted) - 1} more layers, whose base alone counts: {error}"
@@ -90,7 +90,7 @@ def _traced(
     for layer in [] if adapters else filter(wraps_a_layer, model.modules()):
         layer.forward = partial(_base_alone, layer)
     trainable = {n for n, p in model.named_parameters() if p.requires_grad}
-    for parameter in model.parameters():  # but for weights of 8 bits, whose products have no gradient
+    for parameter in model.parameters():  # products of weights of 8 bits have no gradient
         parameter.requires_grad_(parameter.dtype.itemsize > 1)
     parameters = build.prepare_twin(model)
     model_inputs = inputs_for(model, inputs)

@@ -142,7 +142,7 @@ class CountedStep(TorchDispatchMode):
         # FLOPs of convolutions that PyTorch counts and no token has, by module path and whether it is backward
         self.too_much: Counter[tuple[str, bool]] = Counter()
         self.unseen: set[str] = set()  # kernels that PyTorch's counter has no formula for
-        self.fused: dict[str, str] = {}  # the same, by module path
+        self.fused: dict[str, str] = {}  # name of such a kernel, by module path
         # forward FLOPs of each expert of a list, by the list's path and its own
         self.of_expert: defaultdict[str, Counter[str]] = defaultdict(Counter)
         # places of each, those that no mask had hidden, and places for each query; by module path

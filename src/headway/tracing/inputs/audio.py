@@ -17,7 +17,7 @@ from headway.tracing.phantom import phantom_floats
 _FEATURES = "get_audio_features"
 _TOKENS = ("audio_token_id", "audio_token_index")
 _MASKS = ("input_features_mask", "feature_attention_mask")  # true for each frame that is not padding
-_SAMPLES = "chunk_sample_lengths"  # argument for the samples of the waveform that each clip's frames come from
+_SAMPLES = "chunk_sample_lengths"  # argument: samples of the waveform behind each clip's frames
 _NUMBERS = (1, 2, 3, 1)  # clips in each run
 _PAIRS = ("audio_pairs:full", "audio_pairs:relative", "audio_offsets")
 
