@@ -54,7 +54,7 @@ def whole(raw, tmp_path):
 
 FAILURES = {
     "data": ("_next_packs", DataError("row 7 is gone"), DataError),
-    "memory in the forward": ("on_device", MemoryError("no room"), OutOfMemoryError),
+    "memory in the forward": ("transfer_ahead", MemoryError("no room"), OutOfMemoryError),
     "gradients": ("reduce_gradients", RuntimeError("a kernel failed"), RuntimeError),
     "schedule": ("learning_rate", ZeroDivisionError("steps"), ZeroDivisionError),
 }
@@ -261,7 +261,7 @@ main()
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
-@pytest.mark.parametrize("where", ["_next_packs", "on_device"])
+@pytest.mark.parametrize("where", ["_next_packs", "transfer_ahead"])
 def test_one_rank_that_fails_alone_ends_all_and_what_all_know_of_is_saved(raw, tmp_path, ranks, where):
     raw["checkpoint"] = {"every": 2}
     path = tmp_path / "recipe.yaml"
