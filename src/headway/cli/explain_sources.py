@@ -241,7 +241,7 @@ def _explained_log(path: Path, chosen: SourceOptions) -> tuple[JobExplanation, l
         for row in log.rows
     ]
     explanation = explain_log(lines, log.tool, str(path), step=chosen.step, rank=chosen.rank)
-    # what the log leaves out goes into the notes
+    # Notes on lines that are left out, and on an MFU that is a running mean.
     skipped = tuple(f"{count:,} lines are left out: {why}." for why, count in log.skipped.items())
     smoothed = (f"the MFU of {log.tool} is a running mean, not that of its step.",) if log.smoothed else ()
     return replace(explanation, notes=(*explanation.notes, *smoothed, *skipped)), lines

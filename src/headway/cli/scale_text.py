@@ -166,7 +166,7 @@ def _assumptions(sizes: "Sequence[Prediction]", reliability: "Reliability | None
     assert links is not None
     steps = min(size.planned_steps for size in sizes)
     shards = "over all devices" if first.config.parallel.shard == "auto" else "as set, and copies of them take the rest"
-    # What every size assumes.
+    # Assumptions of every size.
     sentences = [
         "Expected values; --json has the best and the worst case too.",
         "mesh: copies x shards. tokens: of a step of all devices. exposed, waiting: shares of the step that exchanges "
@@ -181,7 +181,7 @@ def _assumptions(sizes: "Sequence[Prediction]", reliability: "Reliability | None
         "Gathers and sums hide behind the computing of the block beside them, and slow it down by nothing.",
         "Not in a step: loading data, stragglers among equal devices, messages between hosts, evaluations.",
     ]
-    # What only some inputs bring: slices that are filled up, failures.
+    # Sentences on slices that are filled up and on failures, which only some inputs bring.
     uneven = [size for size in sizes if size.padding > _MUCH_PADDING]
     if uneven:
         worst = max(uneven, key=lambda size: size.padding)

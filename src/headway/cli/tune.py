@@ -226,7 +226,7 @@ def search_of(
     architecture = resolve_architecture(config.model.path, cost_model)
     learning = learning_model(config.model, cost_model)
     wanted, tolerance = (None, TOLERANCE) if tokens_per_step is None else parse_step_tokens(tokens_per_step)
-    # What may be varied: packs, recomputation, sharding; the step keeps its tokens.
+    # Space of the search: packs, recomputation and sharding vary; the step keeps its tokens.
     space = Space.of(
         config,
         count,

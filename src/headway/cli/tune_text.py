@@ -40,8 +40,8 @@ class TuneReport:
     lengths: str
     step_tokens: int
     tolerance: float
-    peak_flops_per_s: float | None  # of one device in the dtype of the products; None of one that was measured
-    source: str  # of the device's speeds
+    peak_flops_per_s: float | None  # peak of one device in the dtype of the products; None if the device was measured
+    source: str  # source of the device's speeds
     result: "SearchResult"
     best: "Sequence[Prediction]"
     front: "Sequence[Prediction]"

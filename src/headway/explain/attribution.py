@@ -170,7 +170,7 @@ def _surroundings_of_forward(
 def _pass(context: Surroundings, contexts: list[Surroundings], forwards: Mapping[int, int]) -> int:
     """The forward of the whole model that an event belongs to; of an event in backward, the forward it is of."""
     while context.backward != NONE:  # a checkpoint of the reentrant kind differentiates what backward has run again
-        context = _surroundings_of_forward(context, contexts, forwards)  # which began earlier
+        context = _surroundings_of_forward(context, contexts, forwards)  # the forward began earlier, so the loop ends
     return context.forward
 
 
@@ -178,7 +178,8 @@ def _contexts(trace: Trace) -> list[Surroundings]:
     """Find what lies around each event: events of a thread nest, and those of `trace.host` come outer ones first."""
     host, names = trace.host, trace.names
     contexts: list[Surroundings] = []
-    stack: list[tuple[int, int, Surroundings, int]] = []  # of each open event: end, kind, what it brings, index
+    # Open events: end, kind, surroundings of the events within, index.
+    stack: list[tuple[int, int, Surroundings, int]] = []
     track = NONE
     for i, (kind, name, start, end, its_track, sequence, forward_thread) in enumerate(
         zip(host.kind.tolist(), host.name.tolist(), host.start_ns.tolist(), host.end_ns.tolist(), host.track.tolist(),
@@ -290,7 +291,8 @@ def _forwards_of_backward(trace: Trace) -> Mapping[int, int]:
         i: forward.get((thread_of.get(int(host.forward_thread[i]), NONE), int(host.sequence[i])), NONE)
         for i in backward
     }
-    start_ns = host.start_ns  # what began later is of another count, and might lead in a circle
+    # An operator that began later has its number from another count, and might lead in a circle.
+    start_ns = host.start_ns
     return {i: operator for i, operator in forward_of.items() if operator != NONE and start_ns[operator] < start_ns[i]}
 
 

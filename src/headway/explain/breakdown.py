@@ -28,7 +28,7 @@ OUTSIDE = "(outside of modules)"
 NO_KERNEL = "(no kernel runs)"
 NO_ATTENTION = "(no attention)"
 _FORWARD = "phase:forward"
-_PARTS = (Phase.FORWARD, Phase.BACKWARD, Phase.RECOMPUTED)  # as a trace's `packs` have them
+_PARTS = (Phase.FORWARD, Phase.BACKWARD, Phase.RECOMPUTED)  # phases in the order of a trace's `packs`
 
 
 @dataclass(frozen=True, slots=True)

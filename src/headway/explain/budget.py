@@ -94,7 +94,7 @@ class NeededWork:
             peak, ceiling = written["peak_flops_per_s"], written["ceiling_flops_per_s"]
             self.peak_flops_per_s = None if peak is None else float(peak)
             self.ceiling_flops_per_s = None if ceiling is None else float(ceiling)
-            bandwidth = written.get("memory_bytes_per_s")  # which the first profiles did not have
+            bandwidth = written.get("memory_bytes_per_s")  # missing in the first profiles
             self.bytes_per_s = None if bandwidth is None else float(bandwidth)
             self.profiler_overhead_s = float(written["profiler_overhead_s"] or 0.0)
             self._components = {str(path): str(name) for path, name in written["components"].items()}
@@ -178,7 +178,8 @@ class NeededWork:
         for name in [*useful, *(name for name in recomputed if name not in useful)]:
             flops = useful.get(name, 0)
             shared_flops += flops
-            share = padding * shared_flops // total - shared if total else 0  # of running sums, so that none is lost
+            # Difference of running sums, so that none is lost.
+            share = padding * shared_flops // total - shared if total else 0
             shared += share
             at_peak, at_ceiling = round(flops / peak * 1e9), round(flops / ceiling * 1e9)
             needs[name] = Need(

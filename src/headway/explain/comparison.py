@@ -16,7 +16,7 @@ from headway.explain.explanation import (
 from headway.report import format_ms, format_share
 from headway.report.section import ReportSection
 
-_SAME = 0.005  # of a step: smaller differences are not named in the sentence
+_SAME = 0.005  # part of a step; the sentence does not name smaller differences
 _MOST_NAMED = 3
 
 
@@ -137,7 +137,7 @@ def compare(a: tuple[str, JobExplanation], b: tuple[str, JobExplanation]) -> Com
         )
         for key in _in_both_orders([*of_a], [*of_b])
     ]
-    # What holds of both is said once, what holds of one with its letter.
+    # A note that holds for both stands once, a note on one job begins with its letter.
     notes = []
     if (UNSEPARATED in of_a) != (UNSEPARATED in of_b):
         notes.append("one of the two has no profile: what it cannot separate stands in one line.")

@@ -39,7 +39,7 @@ _TYPES = {
     "c10::complex<float>": (8, "complex64"),
     "c10::complex<double>": (16, "complex128"),
 }
-_LISTS = {"TensorList", "GenericList"}  # of tensors whose type is not told
+_LISTS = {"TensorList", "GenericList"}  # lists of tensors, whose types a trace does not name
 
 _WRITE_ONLY = {"fill_", "zero_", "random_", "uniform_", "normal_", "bernoulli_", "exponential_"}
 # Views: the result uses the operand's memory, or new memory that nothing is written to yet, so no bytes move. Where a
@@ -53,12 +53,12 @@ _VIEWS = re.compile(
     r"select|slice(_inverse)?|split(_with_sizes)?|squeeze|swap(axes|dims)|t|tensor_split|to|transpose|unbind|unflatten|"
     r"unfold|unsafe_view|unsqueeze|values|((ccol|crow|col|row)_)?indices|view(_as(_real|_complex)?)?)_?"
 )
-# They touch a part of an operand, and which is not told.
+# Operators that touch a part of an operand; a trace does not say which part.
 _PICKING = re.compile(r"embedding\w*|index\w*|gather\w*|scatter\w*|take\w*|masked_select|masked_scatter_?|nll_loss\w*")
 # Operators of these namespaces work element by element, but for those named here. Of other namespaces (custom
 # operators) nobody knows which elements they read.
 _ELEMENTWISE_NAMESPACES = {"aten", "prims", ""}
-# What they give back is small beside what they read.
+# Operators whose result is small beside their operands.
 _REDUCING = re.compile(
     r"(nan)?(sum|mean|prod|median)|(linalg_)?(vector_)?norm|a?(max|min)|aminmax|arg(max|min)|(std|var)(_mean)?|logsumexp|all|"
     r"any|count_nonzero|dot|(mse|l1|smooth_l1|huber|binary_cross_entropy)\w*_loss|equal|_local_scalar_dense"
@@ -284,7 +284,7 @@ def _is_size(size: Any) -> bool:
 
 # Rows are sorted by group (expert), so that together they are one product. Their scaled form has sizes alike.
 _GROUPED = ("_grouped_mm", "_scaled_grouped_mm")
-# Of each product: which operand is the first factor, and whether the second is a weight of N x K.
+# Forms of products: which operand is the first factor, and whether the second is a weight of N x K.
 _FORMS = {
     **dict.fromkeys(("mm", "bmm", "matmul", "_int_mm", "_scaled_mm", "_scaled_mm_v2", *_GROUPED), (0, False)),
     **dict.fromkeys(("addmm", "_addmm_activation", "baddbmm"), (1, False)),

@@ -17,7 +17,7 @@ from headway.explain.ranks import WaitedFor
 SCHEMA_VERSION = 1
 MOST = 5  # findings that are told: more are no order of work
 UNSEPARATED = "unseparated"
-# Where no bandwidth is known, that of the fastest memory: Xeon Max with HBM2e, and B300 with HBM3e [B/s].
+# Fastest memories, for devices of unknown bandwidth: Xeon Max with HBM2e, and B300 with HBM3e [B/s].
 _FASTEST_CPU_BYTES_PER_S = 1e12
 _FASTEST_BYTES_PER_S = 8e12
 # Times the memory's bandwidth, and bytes. Source: MI300X's Infinity Cache, the largest of an accelerator: 256 MB at
@@ -334,7 +334,7 @@ def operand_traffic(measured: MeasuredTrace, step: MeasuredStep, bytes_per_s: fl
     trace, events = measured.trace, measured.events
     # Time by operator, for operators whose operands were recorded.
     all_ns = 0
-    owned_ns: Counter[int] = Counter()  # of each operator: what its kernels owned, and how long they ran
+    owned_ns: Counter[int] = Counter()  # time that the kernels of each operator owned [ns]
     ran_ns: Counter[int] = Counter()
     for owned in (owned for owned in step.owned if owned.line == "memory"):
         all_ns += owned.ns

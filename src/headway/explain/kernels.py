@@ -50,7 +50,7 @@ _NAMES_OF_KERNELS: tuple[tuple[Work, str], ...] = (
         r"nccl|rccl|mscclpp|msccl|nvshmem|rocshmem|deep_?ep_(intra|inter)node|cross_device_reduce|symm_mem|multimem_|"
         r"all_?reduce|reduce_?scatter|all_?gather|all_?to_?all|moe_a2_?a|lamport|oneccl|quickreduce|send_?recv",
     ),
-    # What prepares a product or finishes it.
+    # Kernels that prepare a product or finish it.
     (
         Work.MEMORY,
         r"quant|_args_$|src2dst|reorder|permute|transpose|(?<!auto)convert|im2col|col2_?im|preprocess|swizzle|interleave|repack|"
@@ -92,9 +92,11 @@ _ELEMENTWISE_LIBRARIES = re.compile(r"at::native|at_cuda_detail|\bcub::|thrust::
 # Kernels that only call what their first template argument is.
 _WRAPPERS = re.compile(r"(cutlass::\w*|cutlass\w*::|enable_\w+::)?(device_kernel|Kernel2?|kernel)")
 _INDUCTOR = re.compile(r"triton_(poi|per|red|for)_")
-_UNFOLDING = re.compile(r"(vol|im)2(col|im)|col2(vol|im)", re.IGNORECASE)  # of PyTorch's own convolutions, which move
+# Kernels of PyTorch's own convolutions that move data.
+_UNFOLDING = re.compile(r"(vol|im)2(col|im)|col2(vol|im)", re.IGNORECASE)
 _ATTENTION = re.compile(r"attention|attn|flash|fmha|sdpa", flags=re.IGNORECASE)
-_FUSED_NAMES = re.compile(r"triton_[a-z]{3}_fused_")  # of Inductor, after all operators that a kernel fuses
+# Inductor's kernels, named after all operators that a kernel fuses.
+_FUSED_NAMES = re.compile(r"triton_[a-z]{3}_fused_")
 _COMPILED = re.compile(r"Torch-Compiled Region|CompiledFunction|## Call CompiledFxGraph|graph_\d+_\w*fused")
 _ENGINE = re.compile(
     r"autograd::engine::|\w*Backward\d*$|torch::autograd::|TorchDynamo|Pregraph bytecode|AOTDispatcher|profiler::|"
@@ -130,7 +132,7 @@ def work_of_operator(name: str) -> Work:
     if work is not None:
         return work
     if is_compiled(name):
-        return Work.MEMORY  # its matrix products stand inside as operators, its fused loops are its own time
+        return Work.MEMORY  # fused loops are the region's own time, matrix products stand inside as operators
     return Work.HOST if _ENGINE.match(name) else Work.UNKNOWN
 
 

@@ -70,7 +70,7 @@ def explain_log(
         rate = line.mfu or line.flops_per_s or line.tokens_per_s
         tokens = line.tokens_per_s * duration_ns / _SECOND_NS if line.tokens_per_s else None
         run_steps.append(RunStep(line.step, duration_ns, line.mfu, rate, tokens=tokens, memory_share=line.memory_share))
-    # Whose rule the needed work follows, or why there is none.
+    # Rule of the needed work, or the reason why there is none.
     notes.append(
         f"needed work is what {tool} counts by its own rule and peak; `headway audit` restates it."
         if any(line.mfu is not None for line in lines)

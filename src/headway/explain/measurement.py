@@ -25,7 +25,7 @@ _NO_STEPS_NOTE = (
 )
 _COMPUTES = {Work.MATMUL, Work.MEMORY, Work.UNKNOWN}
 _PRIORITIES = {Work.MATMUL: 0, Work.MEMORY: 1, Work.UNKNOWN: 1, Work.COMMUNICATION: 2, Work.COPY: 3}
-_LEVEL = 100_000  # of the host's operators: deeper nesting than this has not been seen
+_LEVEL = 100_000  # nesting of the host's operators; deeper nesting has not been seen
 ASIDE = (Phase.LOGGING, Phase.CHECKPOINT, Phase.EVALUATION, Phase.COMPILE)
 MATMUL = "matmul"
 LOOP = "loop:"  # begins the annotations of phases that a loop names
@@ -227,7 +227,7 @@ def _priorities(trace: Trace, attribution: Attribution, which: Column) -> Column
     if not trace.is_cpu_only:
         return np.array([_PRIORITIES[attribution.work[i]] for i in chosen], dtype=np.int64)
     communication = Work.COMMUNICATION
-    return np.array(  # of operators around each other the inner one runs; a collective is waited for
+    return np.array(  # the inner of two nested operators runs; a collective comes last, because it waits
         [_LEVEL * (attribution.work[i] is communication) - attribution.contexts[i].depth for i in chosen],
         dtype=np.int64,
     )
@@ -274,7 +274,7 @@ def divide(start_ns: Column, end_ns: Column, priority: Column, window: tuple[int
     starts = np.maximum(start_ns[inside], begin).tolist()
     ends = np.minimum(end_ns[inside], finish).tolist()
     running: list[tuple[int, int, int, int]] = []  # priority, order of beginning, end, index
-    cuts: list[tuple[int, int]] = []  # where a piece ends, and who owned it
+    cuts: list[tuple[int, int]] = []  # ends of pieces, and their owners
     at = begin
     for order, (index, rank, next_start) in enumerate(
         [*zip(inside.tolist(), priority[inside].tolist(), starts, strict=True), (NONE, 0, finish)]
@@ -307,7 +307,7 @@ class _LoopPhases:
         chosen = np.flatnonzero((trace.host.kind == Kind.ANNOTATION) & np.isin(trace.host.name, list(names)))
         chosen = chosen[np.argsort(trace.host.start_ns[chosen], kind="stable")]
         start_ns, end_ns = trace.host.start_ns[chosen], trace.host.end_ns[chosen]
-        # Of phases that last, the one that began last is the innermost.
+        # The innermost of the phases that last is the one that began last.
         span = (int(start_ns.min()), int(end_ns.max())) if len(chosen) else (0, 0)
         self._pieces = divide(start_ns, end_ns, -np.arange(len(chosen)), span)
         of_annotation = [names[name] for name in trace.host.name[chosen].tolist()]
@@ -370,7 +370,7 @@ class _IdleCauses:
         idle = IdleTime()
         phases = self._phases(window)
         for start, end in segments.of_none():
-            # What had been launched before the gap began was not late: the device waited for itself.
+            # An event that was launched before the gap began was not late: the device waited for itself.
             ends_it = self._event_at(end)
             if not self._is_late(start, ends_it):
                 idle.launched_before[_NEXT_KERNEL if end - start <= _NEXT_KERNEL_NS else _LONGER] += end - start

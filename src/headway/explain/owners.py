@@ -92,7 +92,7 @@ class Owners:
             unit = self.of_component((of_work or components)[0])
             return f"{tower_of(components)}.{OTHER}" if work == OTHER and not unit.endswith(_WHOLE) else unit
         if not module and not is_in_a_pass and not self._budget.is_undivided:
-            return NO_COMPONENT  # of the whole model, or what backward makes of one
+            return NO_COMPONENT  # work of the whole model, or what backward makes of it
         return self.of_component(self._budget.component_of(module))
 
 
@@ -127,7 +127,7 @@ def _part(component: str) -> str:
 def _compiled_units(attribution: Attribution, budget: NeededWork) -> dict[str, frozenset[str]]:
     """The components in each module that runs as one compiled unit, by its path, where they are several."""
     paths = {module for module in attribution.module if module}
-    holders = {""} if paths else set()  # of modules that have names themselves, so that they are no units
+    holders = {""} if paths else set()  # modules that hold named modules, and so are no units
     for module in paths:
         parts = module.split(".")
         holders.update(".".join(parts[:i]) for i in range(1, len(parts)))

@@ -14,9 +14,9 @@ from headway.report.step_lines import NAMES
 
 ASIDE = "aside"
 _QUANTITIES = (*GENERATION_QUANTITIES, "tokens", "slots", "scored_tokens", "bytes_moved", "weight_bytes")
-_FAR = 0.1  # of MFU and MBU: below it on both, a phase is not bound by what it computes or moves
-_MOSTLY = 0.5  # of decode's places, from which idle ones are what the phase is bound by
-_WORTH_A_WORD = 0.01  # of the step
+_FAR = 0.1  # MFU and MBU below which a phase is bound neither by what it computes nor by what it moves
+_MOSTLY = 0.5  # part of decode's places from which idle places are what the phase is bound by
+_WORTH_A_WORD = 0.01  # part of the step
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,13 +164,13 @@ def mean_phases(steps: Sequence[tuple[int, Sequence[PhaseLine]]]) -> tuple[Phase
     for step_ns, lines in steps:
         for line in lines or [PhaseLine(REST, step_ns, 1.0, step_ns)]:
             by_name.setdefault(line.name, []).append(line)
-    # What the loop names in its own order, then what none claims.
+    # Phases in the loop's own order, then the time that no phase claims.
     last = [name for name in (REST, ASIDE) if name in by_name]
     before, means = 0, []
     for name in [*(name for name in by_name if name not in last), *last]:
         of_name = by_name[name]
         ns = sum(line.ns for line in of_name)
-        mean_ns = (before + ns) // count - before // count  # of the running sum, so that the lines add up
+        mean_ns = (before + ns) // count - before // count  # difference of running sums, so that the lines add up
         before += ns
         quantities: defaultdict[str, float] = defaultdict(float)
         for line in of_name:

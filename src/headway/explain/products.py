@@ -78,7 +78,8 @@ def products_of(measured: MeasuredTrace, step: MeasuredStep) -> tuple[Counter[Pr
             of_operator[operator] += owned.ns
     calls: Counter[Product | None] = Counter()
     called = NONE
-    for operator in sorted(products, reverse=True):  # of a thread, an operator stands before those that it calls
+    # An operator stands before the operators of its thread that it calls.
+    for operator in sorted(products, reverse=True):
         calls_it = called != NONE and host.track[called] == host.track[operator]
         if calls_it and host.end_ns[called] <= host.end_ns[operator]:
             products[operator] = products[called]  # aten::linear is the aten::addmm that it calls

@@ -18,8 +18,8 @@ _LINE_REASONS = {
     "optimizer": "its optimizer took {} longer",
     "aside": "it logged, evaluated, wrote a checkpoint or compiled for {} more",
 }
-_LEAST_PART = 0.25  # of the waiting; what explains less is not the reason
-_MOST = 0.75  # of the waiting; a cause that covers less is told with its part
+_LEAST_PART = 0.25  # part of the waiting; a cause that explains less is not the reason
+_MOST = 0.75  # part of the waiting; the text names the part of a cause that covers less
 _ALIKE = 0.05  # ratios as near to 1 as this are called the same
 
 
@@ -144,7 +144,7 @@ def waited_for(step: int, ranks: Sequence[RankStep]) -> WaitedFor | None:
         key: round(slowest.spent.get(key, 0) - statistics.median(rank_step.spent.get(key, 0) for rank_step in others))
         for key in _LINE_REASONS
     }
-    # What it computed longer is more work or less speed, which only the FLOPs of all ranks tell apart.
+    # Longer computing is more work or less speed, which only the FLOPs of all ranks tell apart.
     rates = [
         rank_step.useful_flops / rank_step.busy_ns * 1e9
         for rank_step in others
@@ -164,7 +164,7 @@ def waited_for(step: int, ranks: Sequence[RankStep]) -> WaitedFor | None:
         }
     else:
         longer["busy"] = round(slowest.busy_ns - statistics.median(rank_step.busy_ns for rank_step in others))
-    # What took longest beyond the others is the cause, unless most of the waiting came from elsewhere.
+    # The cause is what took longest beyond the others, unless most of the waiting came from elsewhere.
     cause = max(longer, key=longer.__getitem__)
     if longer[cause] < _LEAST_PART * wait_ns:
         return WaitedFor(step, slowest.rank, wait_ns, "unknown", 0, cost_ns, **rates_and_flops)

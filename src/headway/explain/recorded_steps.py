@@ -11,7 +11,7 @@ from headway.log.jsonl import sharing_decoder
 from headway.log.records import Measured, RecordReader, StepRecord, can_be_joined, is_header, joined
 from headway.report.numbers import integer, quantity
 
-_MOST_RECORDS = 2**15  # that are held; those of a longer run are joined, two by two, as often as is needed
+_MOST_RECORDS = 2**15  # most records in memory; those of a longer run are joined, two by two, as often as is needed
 _MOST_STEPS = 2**53  # a larger number is no float
 
 
@@ -21,7 +21,7 @@ class RecordedStep:
 
     step: int
     num_steps: int
-    wall_ns: int  # of all its steps
+    wall_ns: int  # time of all steps of the record
     away_ns: int  # within them, and not training
     world_size: int
     record: Mapping[str, Any]
@@ -79,7 +79,7 @@ class _RecordSeries:
                 entries.pop()
             self.by_step[entry.step] = entry
         self.size, self._room = 2 * self.size, 0
-        self._most = max(_MOST_RECORDS, 2 * len(self.by_step))  # where few can be joined, as of an older file
+        self._most = max(_MOST_RECORDS, 2 * len(self.by_step))  # few records of an older file can be joined
 
 
 def _joined(before: RecordedStep, after: RecordedStep, single: int | None) -> RecordedStep | None:
@@ -93,7 +93,7 @@ def _joined(before: RecordedStep, after: RecordedStep, single: int | None) -> Re
         return None
     try:
         return checked_record(joined(first, second))
-    except (KeyError, TypeError, ValueError, ArithmeticError):  # of lines that were edited
+    except (KeyError, TypeError, ValueError, ArithmeticError):  # the lines were edited
         return None
 
 

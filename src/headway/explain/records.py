@@ -28,14 +28,14 @@ from headway.report.numbers import finite, integer, quantity
 from headway.report.step_lines import NAMES
 from headway.words import Argument
 
-_MOST_FLOPS = 10**30  # of all devices in one record
+_MOST_FLOPS = 10**30  # most FLOPs of all devices in one record
 _LOST_WORK = ("recomputation", "padding")  # keys of lines of what is computed in vain
 _PHASE_LINES = {
     "optimizer": "optimizer",
     **{gap: f"gap.{gap}" for gap in ("input", "gradients", "after")},
 }  # keys of the lines of phases
 _FACTS = ("optimizer", "anomaly_mode", "weights_dtype")  # about the loop, that rules read
-_ALL_COMPONENTS = "all components"  # of FLOPs that the record does not divide
+_ALL_COMPONENTS = "all components"  # component of FLOPs that the record does not divide
 
 
 def explain_records(path: Path, *, step: int | None = None, rank: int | None = None) -> JobExplanation:
@@ -258,7 +258,7 @@ def _why_no_work(record: Mapping[str, Any]) -> str:
 
 
 def _notes_of_work(unsaid: Counter[str], waterfalls: list[StepWaterfall], entries: list[RecordedStep]) -> list[str]:
-    # what the records lack, and how to have it next time
+    # Notes on what the records lack, and on how to have it next time.
     notes = []
     for name, way_out in (
         ("FLOPs", "`Meter` and `headway train` record them."),
@@ -273,7 +273,7 @@ def _notes_of_work(unsaid: Counter[str], waterfalls: list[StepWaterfall], entrie
         notes.append(
             "the device's ceiling was not recorded, so it is taken as the peak (`headway ceiling` measures it)."
         )
-    # how to read what is there
+    # Notes on how to read the numbers that are there.
     if any(line.key in _LOST_WORK and line.ns for waterfall in waterfalls for line in waterfall.lines):
         notes.append(
             "padding and recomputation are charged their part of the time that is not known to be something else: they "
@@ -297,7 +297,7 @@ def _notes_of_work(unsaid: Counter[str], waterfalls: list[StepWaterfall], entrie
 def _run_step(entry: RecordedStep, waterfall: StepWaterfall, memory_bytes: int | None) -> RunStep:
     record = entry.record
     ns = {line.key: line.ns for line in waterfall.lines}
-    duration_ns = waterfall.duration_ns - ns.get("aside", 0)  # what is beside training comes from the ledger
+    duration_ns = waterfall.duration_ns - ns.get("aside", 0)  # time beside training comes from the ledger
     waited_ns, useful_ns = ns.get("idle.data", 0), ns.get("useful")
     busy_ns = duration_ns - waited_ns
     tokens = (quantity(record.get("tokens")) or 0.0) / entry.num_steps

@@ -10,8 +10,8 @@ from headway.log.jsonl import as_object
 from headway.log.run_files import CONFIG, SUMMARY
 from headway.report import format_duration
 
-UNFINISHED_NOTE = "the run has not ended, or was killed"  # how the note on it begins
-TRACES = "steps-*-rank-*.json.gz"  # as `headway.profile` names them
+UNFINISHED_NOTE = "the run has not ended, or was killed"  # beginning of the note on such a run
+TRACES = "steps-*-rank-*.json.gz"  # names that `headway.profile` gives to traces
 _TRACE = re.compile(r"steps-(\d+)-(\d+)-rank-(\d+)\.json\.gz")
 BESIDE = ("compile", "evaluation", "checkpoint")
 

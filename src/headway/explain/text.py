@@ -41,20 +41,20 @@ from headway.report.section import ReportSection
 from headway.report.terminal import width_of
 from headway.words import Argument
 
-_MOST_STEPS = 20  # that are shown each
+_MOST_STEPS = 20  # steps that are shown each
 _MOST_SLOW = 5
 _PLACES = (("fastest", 0.0), ("10 %", 0.1), ("median", 0.5), ("90 %", 0.9), ("slowest", 1.0))
 _BAR = 20  # columns
 _MOST_ROWS = 20
 _BESIDE_NAMES = {"attention": 46}  # columns that the numbers of a breakdown take
 _BESIDE_OTHERS = 54
-_LONGEST_NAME = 100  # where there is no terminal
+_LONGEST_NAME = 100  # columns, if there is no terminal
 _PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.RECOMPUTED)
 _WITH_PARTS = {"matmul", "memory", "idle.sync", "idle.other", "aside"}
-_LEAST_OTHER = 0.01  # of a step, from which idle time between kernels is told by length
+_LEAST_OTHER = 0.01  # part of a step from which idle time between kernels is shown by length
 _NEARLY_ALL = 0.98
-_SAME_LENGTH = 0.02  # of a step on the host: what differs by less is not told
-_LEAST_WAIT = 0.01  # of a step
+_SAME_LENGTH = 0.02  # part of a step on the host; a smaller difference is not shown
+_LEAST_WAIT = 0.01  # part of a step
 _NOT_A_LOSS = {"useful", "matmul"}
 
 
@@ -67,7 +67,7 @@ def as_text(explanation: JobExplanation, by: By | Literal["gemm"] | None = None,
         markdown: tables as Markdown has them, without colour.
     """
     waterfalls = explanation.steps
-    # Of an even number the faster of the two in the middle, so that what is shown is a step that there is.
+    # The faster of two steps in the middle is shown, so that the median is a step that there is.
     shown = sorted(waterfalls, key=lambda waterfall: waterfall.duration_ns)[(len(waterfalls) - 1) // 2]
     mean = mean_of(waterfalls)
     # From the whole to its parts: all steps, the mean one, what it is made of, what to know.

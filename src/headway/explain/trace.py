@@ -27,7 +27,8 @@ _STEP_NUMBER = re.compile("[0-9]{1,18}")
 _CHUNK = 2**20  # characters read at a time
 _MAX_VALUE = 2**26  # characters of one value; the largest seen, 20 MB, is a list of log lines
 _SPACE = re.compile(r"[ \t\r\n]*")
-_MOST_CHARACTERS = 2**33  # of one file, all its traces together: what is compressed may be a thousand times as long
+# Characters of all traces of one file; unpacked text may be a thousand times as long as the file.
+_MOST_CHARACTERS = 2**33
 _NEAR_END = 16  # characters: a word, a number or an escape that ends with the part in hand is no longer
 _KINDS = {
     "kernel": Kind.KERNEL,
@@ -36,7 +37,7 @@ _KINDS = {
     "cpu_op": Kind.OPERATOR,
     "user_annotation": Kind.ANNOTATION,
     "python_function": Kind.PYTHON,
-    # As torch 1.8 to 1.12 wrote them.
+    # Categories of torch 1.8 to 1.12.
     "Kernel": Kind.KERNEL,
     "Memcpy": Kind.MEMCPY,
     "Memset": Kind.MEMSET,
@@ -111,7 +112,7 @@ def _trace(path: Path, builder: "_Builder", metadata: Mapping[str, Any], notes: 
     at_host = np.flatnonzero(~on_device)
     host = events.take(at_host)
     host = host.take(np.lexsort((-host.end_ns, host.start_ns, host.track)))
-    # What stands beside the events: the job's ranks, the device, and what Headway wrote.
+    # Facts beside the events: the job's ranks, the device, and what Headway wrote.
     step_track, steps = _steps(host, builder.names)
     rank, world_size = _rank(metadata)
     headway = metadata.get("headway")
@@ -154,7 +155,7 @@ def nanoseconds(microseconds: int | str) -> int:
         if not exact.is_finite() or exact.adjusted() > 15:
             raise ValueError(microseconds[:40])
         return integer(round(exact * 1000))
-    except ArithmeticError as error:  # of decimals, none of which is a ValueError
+    except ArithmeticError as error:  # the errors of decimals are no ValueErrors
         raise ValueError(microseconds[:40]) from error
 
 
@@ -169,7 +170,7 @@ class _Builder:
         self._indices: dict[str, int] = {}
         self._indices_of_operands: dict[str, int] = {}
         self._tracks: dict[tuple[Any, Any], int] = {}
-        self._rows = array("q")  # of all events, one behind the other
+        self._rows = array("q")  # numbers of all events, one event behind the other
 
     def add(self, event: dict[str, Any]) -> None:
         category = event.get("cat")

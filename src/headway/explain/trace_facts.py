@@ -25,7 +25,7 @@ from headway.report import format_duration, format_rate
 from headway.words import Argument
 
 _FLOATS = {"bf16", "fp16", "fp32", "fp8"}
-# What names of kernels say of their precision; tf32 first, since its operands are fp32.
+# Words for precisions in names of kernels; tf32 first, since its operands are fp32.
 _IN_NAMES = {"tf32": "tf32", "bf16": "bf16|bfloat16", "fp8": "e4m3|fp8", "fp16": "fp16|f16|half|hgemm|s884|s1688"}
 
 

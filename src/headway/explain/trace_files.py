@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, NamedTuple, TextIO, TypeVar, cast
 from headway.errors import ConfigError
 from headway.files import open_plain
 
-MOST_TRACES = 1024  # of one archive: ranks of a job
+MOST_TRACES = 1024  # traces of one archive: ranks of a job
 SQLITE_MAGIC = b"SQLite format 3\x00"
 _GZIP, _XZ, _BZIP2, _ZSTD = b"\x1f\x8b", b"\xfd7zXZ\x00", b"BZh", b"\x28\xb5\x2f\xfd"
 _ZIP = (b"PK\x03\x04", b"PK\x05\x06")
@@ -40,8 +40,8 @@ _DAMAGE = (
     gzip.BadGzipFile,
     zipfile.BadZipFile,
     tarfile.TarError,
-    NotImplementedError,  # of a zip of a later version, or packed by another method
-    UnicodeError,  # of members' names
+    NotImplementedError,  # a zip of a later version, or packed by another method
+    UnicodeError,  # names of members
 )
 _KINDS_BY_SUFFIX = {
     ".nsys-rep": "a report of Nsight Systems. Export it: nsys export --type sqlite FILE",
@@ -81,7 +81,7 @@ def is_database(path: Path) -> bool:
         with open_plain(path) as file:
             return file.read(len(SQLITE_MAGIC)) == SQLITE_MAGIC
     except OSError:
-        return False  # which its reader tells
+        return False  # the reader of the file reports the error
 
 
 def foreign_kind(path: Path, beginning: bytes) -> str | None:

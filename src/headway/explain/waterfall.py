@@ -31,7 +31,7 @@ from headway.report import format_ms
 from headway.report.step_lines import NAMES, SLOW
 from headway.words import Argument
 
-_LONGER = 1.02  # than the device's part: less is how a step, or a profiler, starts and stops
+_LONGER = 1.02  # ratio of the times of host and device; less is how a step, or a profiler, starts and stops
 _NAMES_ON_CPU = {
     MATMUL: "matmul-class operators",
     "memory": "memory-bound operators",
@@ -110,7 +110,7 @@ def explain(
         note if said_by == shown else f"rank {', '.join(map(str, said_by))}: {note}"
         for note, said_by in ranks_of_note.items()
     ]
-    # What the missing traces would have told cannot be made up for.
+    # Nothing makes up for what the missing traces would have told.
     num_ranks = max(trace.world_size or 1 for trace in traces)
     if num_ranks > len(by_rank):
         notes.append(
@@ -199,7 +199,7 @@ def _waterfall(facts: TraceFacts, step: MeasuredStep, others: Sequence[Collectiv
             needed[owners.of_component(component)] += need.total
         for owner in [*needed, *(other for other in took if other not in needed)]:
             amounts.append((f"{SLOW}.{owner}", f"{SLOW}: {owner}", took[owner] - needed[owner], {}))
-    # Of exposed communication, the shortest time of a collective on any rank is transfer, the rest waiting.
+    # The shortest time of a collective on any rank is transfer, the rest of exposed communication is waiting.
     waits = waiting_in(facts.collectives, step, others)
     for key in ("memory", "optimizer"):
         amounts.append((key, names[key], spent[key], parts[key]))

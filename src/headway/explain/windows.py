@@ -116,7 +116,7 @@ def _on_device(trace: Trace, launch: Column, computes: Column, which: Column) ->
         )
     # The profiler opens a last step that is closed at once: it launches nothing, and is none.
     steps = trace.steps[: int(step_of.max()) + 1]
-    # When the device was done with each step's predecessors, by the events that count.
+    # Times at which the device had done all steps before each step, by the events that count.
     starts, ends = device.start_ns[which], device.end_ns[which]
     finished = _finished(device.track[which], starts, ends, computes[which], step_of, len(steps))
     # A step's work begins when what was launched before it has ended, and not before the host begins it.

@@ -212,6 +212,6 @@ def as_object(line: bytes, decoder: json.JSONDecoder | None = None) -> dict[str,
     """
     try:
         value = json.loads(line) if decoder is None else decoder.decode(line.decode())
-    except (ValueError, RecursionError):  # of the text or its encoding; of lists nested too deeply
+    except (ValueError, RecursionError):  # bad text or encoding; lists nested too deeply
         return None
     return value if isinstance(value, dict) else None

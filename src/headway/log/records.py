@@ -329,10 +329,10 @@ class RecordLines:
     def _turn_to(self, measured: Mapping[str, Any]) -> bytes:
         """Take the header of a record's facts; returns the line of a new one."""
         facts = json.dumps([measured.get(name) for name in _FACTS])
-        if facts in self._known:  # as of the steps that have pictures, among others
+        if facts in self._known:  # the facts of a header may come again: of steps with pictures, for example
             self._name, self._shared = self._known[facts]
             return b""
-        # what is zero, empty or not known in the first of its steps is so in most
+        # Values that are zero, empty or unknown in the first step of a header are so in most of its steps.
         self._shared = {n: value for n, value in measured.items() if n in _FACTS or n in _USUAL or not value}
         self._name = hashlib.blake2b(json.dumps(self._shared).encode(), digest_size=4).hexdigest()
         self._known[facts] = self._name, self._shared
@@ -382,7 +382,7 @@ class RecordReader:
         try:
             measured = Measured({name: value for name, value in (shared | entries).items() if name not in missing})
             return StepRecord(measured) if derives else measured
-        except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError):  # of a line that was edited
+        except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError):  # the line was edited
             return None
 
 

@@ -24,7 +24,7 @@ PREFIX = "headway"
 _MAX_PENDING = 1000  # records that may wait for MLflow
 
 
-# of a step's record, what is no curve: constants, numbers for each rank, lines of code
+# Entries of a step's record that are no curves: constants, numbers for each rank, lines of code.
 _FOR_FILES = {"schema_version", "rank_flops", "rank_flops_per_busy_s", "places", "optimizer"}
 
 

@@ -122,7 +122,7 @@ class Annotations:
     def _hook(self, module: "nn.Module", path: str) -> None:
         _owners[module] = self, path
         compiled = module._compiled_call_impl
-        if compiled is not None:  # of `module.compile()`, which compiles a module's hooks with it
+        if compiled is not None:  # `module.compile()` compiles a module's hooks with it
             module._compiled_call_impl = _named(module, compiled)
             self._wrapped.append((module, compiled))
             return
@@ -206,7 +206,7 @@ def _compiled_around() -> dict[int, Any]:
     An object refers to its class. A list of all objects would do as well, and would hold the tuples that other threads
     are making just then, which Python ends with a SystemError ("bad argument to internal function") in those threads.
     """
-    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")  # where nobody imported it, nothing is compiled
+    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")  # nothing is compiled unless this is imported
     if dynamo is None:
         return {}
     objects = gc.get_referrers(dynamo.OptimizedModule)
@@ -237,7 +237,8 @@ def _units(model: "nn.Module", outside: dict[int, Any]) -> "Iterator[tuple[str, 
 def _is_compiled(module: Any) -> bool:
     """Tell whether a module runs as one compiled unit, around which its own hooks stand."""
     forward = module.forward
-    laid_over = getattr(vars(module).get("forward"), "__closure__", None) or ()  # as `compile_blocks` does
+    # `compile_blocks` lays its forward over the module's.
+    laid_over = getattr(vars(module).get("forward"), "__closure__", None) or ()
     return (
         module._compiled_call_impl is not None
         or hasattr(module, "_orig_mod")

@@ -90,7 +90,7 @@ def stage_of(model: Any, ledger: CostModel) -> CostModel | None:
 
 
 def _rank_and_size() -> tuple[int, int]:
-    distributed = sys.modules.get("torch.distributed")  # where nobody imported it, there is one rank
+    distributed = sys.modules.get("torch.distributed")  # there is one rank unless this is imported
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return 0, 1
     return distributed.get_rank(), distributed.get_world_size()
@@ -124,7 +124,7 @@ def _shared_dimensions(model: Any) -> dict[Any, list[int]]:
 
 def _cuts(model: Any) -> Iterator[tuple[Any, int]]:
     """Yield mesh and dimension of each cut through a vector or a matrix; stacks of experts are spread, not cut."""
-    tensors = sys.modules.get("torch.distributed.tensor")  # where nobody imported it, there are no DTensors
+    tensors = sys.modules.get("torch.distributed.tensor")  # there are no DTensors unless this is imported
     if tensors is None:
         return
     for parameter in model.parameters():

@@ -104,7 +104,7 @@ def workload_of(batch: Workload | Mapping[str, Any], cost_model: CostModel | Non
         return _denoised(batch, cost_model)
     reads_encoder = cost_model is not None and "source" in cost_model.towers
     if isinstance(workload := batch.get("workload"), Workload):
-        if not reads_encoder:  # whose ids are the encoder's
+        if not reads_encoder:  # the ids of a model with an encoder are the encoder's
             _check_slots(workload, batch)
         return workload
     grids = {name: batch[key] for name, key in _GRIDS.items() if batch.get(key) is not None}

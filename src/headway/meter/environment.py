@@ -178,7 +178,7 @@ def used_memory(device: Any) -> int:
 
 
 def _largest_of_process() -> int:
-    import resource  # not on Windows
+    import resource  # missing on Windows
 
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return largest if sys.platform == "darwin" else largest * 1024
@@ -210,7 +210,7 @@ def settings_of(model: Any, device: Any) -> dict[str, Any]:
         sizes[name] = sizes.get(name, 0) + parameter.numel()
     try:
         memory_bytes = memory_of(device)
-    except (OSError, RuntimeError):  # not to be read here
+    except (OSError, RuntimeError):  # the system does not tell the memory
         memory_bytes = 0
     return {
         "device_memory_bytes": memory_bytes or None,

@@ -81,8 +81,8 @@ class Goodput:
         self._unwritten: list[dict[str, Any]] = [{"kind": "start", "schema_version": SCHEMA_VERSION, **origin}]
         self._has_warned = False
         # Both can be taken again by a signal handler that interrupts their holder.
-        self._lock = threading.RLock()  # of the buckets: held for a microsecond
-        self._writing = threading.RLock()  # of the file: a slow disk does not delay switch()
+        self._lock = threading.RLock()  # lock of the buckets: held for a microsecond
+        self._writing = threading.RLock()  # lock of the file: a slow disk does not delay switch()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="headway-goodput", daemon=True)
         self._write()

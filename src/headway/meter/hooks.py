@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-_EVAL_FRAME = "torch/_dynamo/eval_frame.py"  # its functions call compiled code
+_EVAL_FRAME = "torch/_dynamo/eval_frame.py"  # functions of this file call compiled code
 
 
 class ModuleHooks:

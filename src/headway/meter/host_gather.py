@@ -20,7 +20,7 @@ class HostAllGather:
         self._timeout = timedelta(seconds=timeout_s)
         self._group: Any = None
         self.rank, self.size = 0, 1
-        dist = sys.modules.get("torch.distributed")  # where nobody imported it, this process is alone
+        dist = sys.modules.get("torch.distributed")  # this process is alone unless this is imported
         if dist is not None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
             self._group = dist.new_group(backend="gloo", timeout=self._timeout)

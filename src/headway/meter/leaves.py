@@ -42,7 +42,8 @@ class Leaves:
         self._is_doubtful = False  # whether a backward has reached less than what is trained, for the first time so
         self._bits: dict[tuple[bool, ...], int] = {}
         self._masks: dict[int, tuple[CostModel, dict[int, int | None]]] = {}  # by the identity of a ledger
-        self._has_nested: dict[tuple[int, int], bool] = {}  # by what is trained, and what the plan reaches
+        # Keys: the parameters that are trained, and those that the plan reaches.
+        self._has_nested: dict[tuple[int, int], bool] = {}
         self._hooked: dict[int, Any] = {}  # handles of hooks, by place
         self._list()
 

@@ -23,7 +23,7 @@ class StepBytes:
     """Bytes that one rank's step must move, reads and writes together."""
 
     weights: int  # read by forward, by the gradients of activations, and once more by recomputation
-    gradients: int  # of parameters, written by backward, added up over micro-batches and read by the update
+    gradients: int  # gradients of parameters, written by backward, added up over micro-batches and read by the update
     optimizer: int  # parameters and optimizer state, read and written by the update
     activations: int  # saved for backward, written once and read once
 
@@ -98,7 +98,8 @@ class Traffic:
             num_with_towers = int(workload.runs_towers)
         weights = gradients = optimizer = 0
         for part, batches in ((self.always, num_batches), (self.towers, min(num_with_towers, num_batches))):
-            steps = -(-batches * num_steps // num_batches) if batches else 0  # as few steps as hold these micro-batches
+            # Fewest steps that hold these micro-batches.
+            steps = -(-batches * num_steps // num_batches) if batches else 0
             updates = max(steps - num_skipped, 0)
             weights += batches * (part.forward + part.dgrad + part.recomputed)
             gradients += batches * part.gradients + steps * part.gradients_of_step
@@ -113,8 +114,8 @@ class Traffic:
 class ForwardTraffic:
     """Bytes that forwards without a backward move: weights once a forward, cached keys and values as masks allow."""
 
-    weights: int  # that every forward reads
-    towers: int  # that only forwards with images, videos or audio clips read
+    weights: int  # weights that every forward reads
+    towers: int  # weights that only forwards with images, videos or audio clips read
     cache_per_token: int  # keys and values of one token, of all layers
     cache_reads: tuple[tuple[str, int], ...]  # driver of each attention, and bytes of keys and values that a pair reads
 

@@ -142,11 +142,11 @@ class Meter(StepMeter):
         self._forward_traffic = {}
         self._note_traffic(0, model)
         self._watches = []
-        self._leaves = lambda: None  # of the trained model, whose watch holds them
+        self._leaves = lambda: None  # leaves of the trained model, which its watch holds
         self._add_others(others)
         self.ceiling = ceiling
         self.memory_bytes_per_s = memory_bytes_per_s or bandwidth_of(self.device)
-        # what steps add up to, and what rates are compared with
+        # Sums of steps, and the rates that theirs are compared with.
         self._tally = Tally(
             self.peak,
             smooth_over,
@@ -171,7 +171,7 @@ class Meter(StepMeter):
             self.add_watch(ForwardWatch(model, self, counts=counts))
         self.log_every = log_every
         self.num_warmup_steps = num_warmup_steps
-        # where windows go
+        # Receivers of windows.
         self._on_window = on_window
         self._ranks: HostAllGather | None = None
         self._timeout_s = timeout_s

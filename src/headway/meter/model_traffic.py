@@ -37,7 +37,7 @@ class _RankParameter:
     """One parameter as a rank holds it."""
 
     parameter: torch.Tensor  # tensor that the optimizer updates; one rank's shard where it is sharded
-    dtype: torch.dtype  # in which forward sees it
+    dtype: torch.dtype  # dtype in which forward sees the parameter
     sharded: bool  # whether it is gathered for forward and backward
     numel: int  # numbers that it holds, or stands for where it is bytes
 
@@ -147,7 +147,7 @@ def _parts(
     pairs = zip(parameters, cost.parameters, strict=True)
     sizes = [round(elements_met(p) * min(h.itemsize, cast)) for h, p in pairs]
     parts = []
-    # what every micro-batch uses, then what needs pictures or sound
+    # Parameters that every micro-batch uses, then those that need pictures or sound.
     for group in (~gated, gated):
         forward, dgrad, recomputed = (sum(n for i, n in enumerate(sizes) if (bits & group) >> i & 1) for bits in phases)
         with_gradient = [h for i, h in enumerate(parameters) if (reached & group) >> i & 1]
@@ -212,8 +212,9 @@ def _is_compiled(model: nn.Module) -> bool:
     return any(type(m).__name__ == "OptimizedModule" or m._compiled_call_impl is not None for m in model.modules())
 
 
-_UNSEEN = (torch.optim.LBFGS, torch.optim.SparseAdam)  # their step needs a closure, or gradients of single rows
-# how a step runs, which changes nothing about what it keeps; on shapes each must run plainly
+# Optimizers whose step needs a closure, or gradients of single rows.
+_UNSEEN = (torch.optim.LBFGS, torch.optim.SparseAdam)
+# Settings of how a step runs, which change nothing about the state; on shapes each must run plainly.
 _PLAIN: dict[str, Any] = {"foreach": False, "fused": False, "capturable": False, "differentiable": False}
 
 
@@ -232,7 +233,8 @@ def state_bytes(optimizer: Optimizer) -> dict[int, int]:
         for parameter in group["params"]:
             state, device = own.state.get(parameter), local(parameter).device
             if not state and type(own).__module__.startswith("torch.optim") and not isinstance(own, _UNSEEN):
-                state, device = _after_a_step(own, group, local(parameter)), torch.device("cpu")  # where shapes live
+                # Shapes live on the CPU.
+                state, device = _after_a_step(own, group, local(parameter)), torch.device("cpu")
             bytes_of[id(parameter)] = _bytes(state or {}, device)
     return bytes_of
 

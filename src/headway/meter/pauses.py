@@ -31,12 +31,12 @@ PRODUCT = "The places that this loop pauses in"
 _LOOK_S = 0.2  # from one look at the thread to the next [s]
 _EVERY_S = 0.005  # between two samples; a pause that is worth a word is longer
 _MOST_FRAMES = 60  # innermost ones that are looked at
-_MOST_PLACES = 3  # of a record
-_MOST_SAMPLES = 1000  # that wait for the end of their gap
+_MOST_PLACES = 3  # most places of a record
+_MOST_SAMPLES = 1000  # samples that wait for the end of their gap
 _LEAST = 0.02  # share of the steps' time that is worth a line
 COLLECTION = "gc:collection"  # begins the name of the annotation of a collection
-_MOST_RUNS = 4000  # of equal samples in a row; a full list is thinned, so that a file grows by 200 kB at most
-_LEAST_DELAY_NS = 200_000  # for want of a core, between two samples
+_MOST_RUNS = 4000  # runs of equal samples; a full list is thinned, so that a file grows by 200 kB at most
+_LEAST_DELAY_NS = 200_000  # time without a core between two samples
 _DEPTH = 40  # innermost frames that are looked at
 _SHOWN = 6  # frames of a stack that are kept
 # Frames in which the loop hands over to PyTorch's engine say little; they stand between the caller and its hooks.
@@ -393,9 +393,9 @@ class HostEvidence(StackSampler):
         self._note_delay(before, now, delay - delay_before)
         self._last = now, delay
         stack = self._stacks.setdefault(self._stack(frame), len(self._stacks))
-        del frame  # it holds the loop's variables
+        del frame  # a frame holds the loop's variables
         if self._runs:
-            self._runs[-1][1] = now  # what a sample shows lasts until the next one
+            self._runs[-1][1] = now  # a sample lasts until the next one
         if not self._runs or self._runs[-1][2] != stack:
             self._runs.append([now, now, stack])
         if len(self._runs) >= _MOST_RUNS:

@@ -24,8 +24,8 @@ _MOST = 128  # steps, or batches, after which they are added up without waiting 
 class Billing:
     """Rule by which a batch is billed."""
 
-    model: int = 0  # which of the models computed it; 0 is the one that is trained
-    forward_only: bool = False  # it has no backward
+    model: int = 0  # number of the model that computed the batch; 0 is the trained one
+    forward_only: bool = False  # whether there is no backward
     input_gradients: tuple[str, ...] = ()  # names of its arguments that require a gradient
     elsewhere: bool = False  # another rank, which works on the batch too, counts it
     own: bool = True  # whether the model is the trained one, or a part of it
@@ -34,7 +34,7 @@ class Billing:
     is_timed: bool = True  # whether the forward is one of those that `ForwardTimer` times
     trained: int | None = None  # bits of the parameters that are given a gradient; None for those of the ledger
     dropped: frozenset[str] = frozenset()  # blocks that the forward leaves out
-    backward_only: bool = False  # its forward was counted before
+    backward_only: bool = False  # whether the forward was counted before
     recompute: str = "none"  # blocks of the trained model that checkpointing runs again
     has_rerun: bool = False  # whether its backward has run the whole forward again
 
@@ -91,11 +91,11 @@ class PendingStep:
     """One step as it was noted down."""
 
     number: int  # number of the step, from 1
-    time: StepTime  # when it ended, and what was in between
+    time: StepTime  # end of the step, and the times since the end before
     forwards: list[tuple[Span, list[Span]]]  # forwards of the model, each with its waits for other ranks
     skipped: bool  # whether the update was left out
     left_out: bool  # warm-up, or some rank compiled something in it
-    batches: list[tuple[Any, Billing]]  # what was computed, and how it is billed
+    batches: list[tuple[Any, Billing]]  # batches, and the rules by which they are billed
     extra: Mapping[str, Any]  # the loop's own numbers
     profiled: bool = False  # whether it was recorded, which makes it slower
 
@@ -202,7 +202,7 @@ class PendingSteps:
         # a step lasts from the end of the one before, time away taken out
         wall_ns = max(0, round((time.end.seconds_since(self._last_end) - time.away_s) * NS))
         wait_ns = round(sum(wait.seconds for wait in time.waits) * NS) if time.waits else 0
-        if self._goodput is not None:  # which has charged all the host's waiting to data
+        if self._goodput is not None:  # goodput has charged all the host's waiting to data
             waited_ns = round(sum(wait.end.host_s - wait.begin.host_s for wait in time.waits) * NS)
             if waited_ns > wait_ns:  # while the host waited for data, the device still computed
                 self._goodput.move("data wait", "step", waited_ns - wait_ns)

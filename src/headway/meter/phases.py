@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from torch import nn
 
 PHASES = ("data", "input", "exchange", "inference", "forward", "loss", "backward", "gradients", "optimizer", "after")
-LAUNCHING = ("forward", "backward", "optimizer")  # in which the host gives a device its work
-GAPS = ("input", "loss", "gradients", "after")  # in which the loop does what it likes
+LAUNCHING = ("forward", "backward", "optimizer")  # phases in which the host gives a device its work
+GAPS = ("input", "loss", "gradients", "after")  # phases in which the loop does what it likes
 _LONG_S = 0.02  # a step of this length hides what some marks cost [s]
-_EVERY = 16  # of the shorter ones, so many steps from one sample to the next
-_MOST_RESULTS = 8  # of a forward, whose gradients are watched for the backward's begin
+_EVERY = 16  # shorter steps from one sample to the next
+_MOST_RESULTS = 8  # results of a forward whose gradients are watched for the backward's begin
 _PRODUCT = "The phases of this loop's steps"
 
 
@@ -100,7 +100,7 @@ class PhaseTimer:
         self._since: Mark | None = None
         self._border = ""  # the phase that lasts, or that has ended last
         self._lasts = False
-        self._depth = 0  # of optimizers in each other
+        self._depth = 0  # number of optimizers in each other
         self._is_away = False
         self._num_backwards = 0
         self._seen_optimizer: Callable[[], Any] = lambda: None
@@ -124,7 +124,7 @@ class PhaseTimer:
 
         self._forwards.on_begin, self._forwards.on_end = self.before_forward, self.after_forward
         self._handles = [
-            # which hold the timer weakly, since they stand in a table of the whole process
+            # Hooks hold the timer weakly, since they stand in a table of the whole process.
             register_optimizer_step_pre_hook(_BeforeUpdate(self)),
             register_optimizer_step_post_hook(_AfterUpdate(self)),
         ]

@@ -95,7 +95,7 @@ class ProfiledSteps(LoopWatcher):
         self._is_over = False
         self._profiler: Any = None
         self._annotations = Annotations(None)
-        self._before: deque[StepTime] = deque(maxlen=_COMPARED + 1)  # of the steps before the window
+        self._before: deque[StepTime] = deque(maxlen=_COMPARED + 1)  # times of the steps before the window
         self._recorded: list[PendingStep] = []
         self._outer: list[str] = []  # phases around the one that lasts
         self._named: list[str] = []  # phases that the loop names and that last

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-_CALLS, _ROUNDS = 32, 4  # of each timing; the fastest round counts, which nothing has interrupted
+_CALLS, _ROUNDS = 32, 4  # calls of a timing, and timings; the fastest counts, because nothing has interrupted it
 
 
 class ProfilerCost:

@@ -13,7 +13,7 @@ class RunMeter(Meter):
     The loop hands what `finished` gives of every rank to `merge`. Arguments are those of `Meter`.
     """
 
-    _arrived: Sequence[list[tuple[int, Sums]]] = ()  # of each rank, steps that not all ranks have passed yet
+    _arrived: Sequence[list[tuple[int, Sums]]] = ()  # steps of each rank that not all ranks have passed yet
     _num_merged = 0
 
     def _opens(self) -> bool:

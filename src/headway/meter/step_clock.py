@@ -30,8 +30,8 @@ class StepTime(NamedTuple):
     away_for_s: Mapping[str, float]  # the same by bucket, such as "compile" [s]
     waits: list[Span]  # waits for data
     phase_times: PhaseTimes  # phases that the loop names
-    phases: StepPhases | None  # of a step that was sampled
-    collection_s: float  # of Python's garbage collections [s]
+    phases: StepPhases | None  # phases of a sampled step; None for others
+    collection_s: float  # time of Python's garbage collections [s]
     compiled: bool  # whether something was compiled in it
 
 

@@ -61,7 +61,7 @@ class StepMeter(StepClock, ABC):
     _traffic: Any
     _forward_traffic: dict[int, ForwardTraffic]
     _watches: list[ForwardWatch]
-    _leaves: Callable[[], Leaves | None]  # of the trained model, whose watch holds them
+    _leaves: Callable[[], Leaves | None]  # leaves of the trained model, which its watch holds
     _batches: list[tuple[Any, Billing]]
     _warned: set[str]  # texts of warnings, or what they are about
     _settings: dict[str, Any]
@@ -364,7 +364,7 @@ class StepMeter(StepClock, ABC):
         self._warn_once(text, UserWarning, about="batches")
 
     def _largest_memory(self) -> int:
-        largest = 0  # where unknown
+        largest = 0  # unknown
         with self.boundary.guard("The peak of this rank's memory"):
             largest = largest_memory(self.device)
         return largest  # noqa: RET504 - a reading that fails leaves it as it was

@@ -17,9 +17,9 @@ REST = "rest"
 class PhaseDevices:
     """Devices of a phase that does not run on those of the loop's ranks, such as a server that generates."""
 
-    peak: Peak  # of one of them
+    peak: Peak  # peak of one device
     num_devices: int
-    memory_bytes_per_s: float = math.nan  # of one of them [B/s]; NaN where it is not known
+    memory_bytes_per_s: float = math.nan  # bandwidth of one device's memory [B/s]; NaN if it is not known
 
 
 @dataclass(eq=False)
@@ -33,7 +33,7 @@ class NamedPhase:
 
     name: str
     forward_only: bool = False  # whether what is counted in it has no backward
-    devices: PhaseDevices | None = None  # its own; None for those of the ranks
+    devices: PhaseDevices | None = None  # devices of the phase; None for the devices of the ranks
     busy_s: float | None = None
 
 
@@ -41,7 +41,7 @@ class PhaseTimes(NamedTuple):
     """Times of the named phases of one step."""
 
     spans: list[tuple[str, Span]]  # in their order; none lies within another
-    busy_s: dict[str, float]  # of phases whose own devices told it [s]
+    busy_s: dict[str, float]  # working time of the phases whose own devices told it [s]
 
 
 @dataclass
@@ -53,7 +53,7 @@ class PhaseClock:
     """
 
     mark: Callable[[], Mark]
-    devices: dict[str, PhaseDevices] = field(default_factory=dict)  # of phases that have devices of their own
+    devices: dict[str, PhaseDevices] = field(default_factory=dict)  # phases that have devices of their own
     _stack: list[NamedPhase] = field(default_factory=list)
     _since: Mark | None = None  # since when the innermost phase lasts; None while it is interrupted
     _spans: list[tuple[str, Span]] = field(default_factory=list)

@@ -101,7 +101,7 @@ class Tally:
     def __post_init__(self) -> None:
         self._run: list[Sums] = []
         self._left_out: list[Sums] = []
-        self._carried: list[Sums] = []  # of ranks that are ahead of the first one
+        self._carried: list[Sums] = []  # sums of ranks that are ahead of the first rank
         self._recent: deque[list[Sums]] = deque(maxlen=self.smooth_over)
         self._memory = 0
 
@@ -192,7 +192,7 @@ class Tally:
             phases=self._named(total, first, flops, len(ranks)),
             num_profiled=first[WHOLE, "profiled"],
             num_without_labels=total[WHOLE, "num_without_labels"],
-            # not known as soon as one rank has none
+            # Energy is unknown as soon as one rank has none.
             energy_j=math.nan if total[WHOLE, "num_without_energy"] else total[WHOLE, "energy_mj"] / 1000,
             packing_length=self.packing_length,
             bytes_moved=total[WHOLE, "bytes_moved"],

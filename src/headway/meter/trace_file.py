@@ -28,7 +28,7 @@ from headway.meter.step_meter import StepMeter
 from headway.version import __version__
 
 SCHEMA_VERSION = 1
-_LEVEL = 5  # of gzip: twice as fast as its default, for a file a tenth larger
+_LEVEL = 5  # level of gzip: twice as fast as gzip's default, for a file a tenth larger
 
 
 def facts_of(meter: StepMeter, *, rank: int, world_size: int, overhead_s: float | None) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def facts_of(meter: StepMeter, *, rank: int, world_size: int, overhead_s: float 
         world_size: number of processes.
         overhead_s: time that the profiler adds to a step [s]; None where it is not known.
     """
-    # Where the peak was measured on this device, as on a CPU, it is the ceiling.
+    # A peak that was measured on this device, as on a CPU, is the ceiling.
     measured = meter.peak if meter.ceiling is None and meter.peak.kind == "ceiling" else meter.ceiling
     ceiling = math.nan if measured is None else measured.flops_per_s
     return {

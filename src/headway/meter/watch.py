@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from headway.tracing.shapes import ShapeTraces
 
 _ONE_CALL = Workload(packs=1)  # one forward of the shapes that it was traced on
-_MOST_SHAPES = 512  # of one module
+_MOST_SHAPES = 512  # most shapes of one module
 
 
 @dataclass(eq=False, slots=True)
@@ -49,12 +49,12 @@ class WatchedForward:
     dropped: frozenset[str] = frozenset()  # blocks that it left out
     trained: int = 0  # bits of the parameters that required a gradient
     inputs: tuple[Any, ...] = ()  # names or places of its arguments that did
-    cost_model: CostModel | None = None  # by which it is counted; None where its shapes are traced
+    cost_model: CostModel | None = None  # ledger that counts the forward; None if its shapes are traced
     batch: Any = None  # a result of `read_or_copy`, or arguments without data
     shapes: Any = None  # shapes of its arguments
     is_known: bool = False  # whether silence means that no backward has come
     reached: int | None = None  # bits of the parameters that backwards gave a gradient; None before any came
-    answered: set[Any] = field(default_factory=set)  # those of `inputs` that they answered
+    answered: set[Any] = field(default_factory=set)  # names or places among `inputs` that backwards gave a gradient
     is_counted: bool = False
 
     @property
@@ -188,7 +188,8 @@ class ForwardWatch:
         forward.is_counted = True
         work, cost_model, inputs = forward.batch, forward.cost_model, forward.differentiated
         if cost_model is None:
-            work, cost_model, inputs = _ONE_CALL, self._traced(forward), ()  # its arguments say what asks
+            # The traced arguments tell which of them require a gradient.
+            work, cost_model, inputs = _ONE_CALL, self._traced(forward), ()
         self._meter.bill(
             work,
             forward.phase,
@@ -236,7 +237,7 @@ class ForwardWatch:
                 "its backward computes. Count the steps yourself: Meter(model, watch=False) and Meter.count(batch)."
             )
         if self._phase is not None and not is_again:
-            model = self._model()  # not what was compiled from it
+            model = self._model()  # the model itself, not what was compiled from it
             is_own = model is None or vars(model).get("forward") is self._own_forward
             if not is_own and (headless := self._headless()) is not None:
                 around.callback(headless.close)
@@ -245,7 +246,8 @@ class ForwardWatch:
         inner = self._inner()
         target: Any = inner if inner is not None and (module is inner or unwrapped(module) is inner) else module
         leaves = self._leaves_of(target)
-        self.is_lost = self.is_lost and not self._hooks.is_within_compiled()  # its graph is broken here
+        # A hook that runs within compiled code means that its graph is broken here.
+        self.is_lost = self.is_lost and not self._hooks.is_within_compiled()
         self._meter.follow(leaves)
         phase, gradients = self._meter.current_phase, torch.is_grad_enabled()
         return WatchedForward(weakref.ref(target), leaves, phase, gradients, sys.exception(), is_again)
@@ -298,7 +300,7 @@ class ForwardWatch:
         if ledger.rows and isinstance(arguments, Mapping):
             refuse_cached_keys(self.name, arguments)
             if self._is_headless and isinstance(num_logits := arguments.get("logits_to_keep"), int):
-                # those of the last position are dropped: they predict nothing
+                # Logits of the last position are dropped: they predict nothing.
                 arguments = {**arguments, "logits_to_keep": num_logits - 1}
             # arguments that cannot be read, such as states that require a gradient: their shapes tell more
             with nullcontext() if self._phase is not None else suppress(WorkloadError):

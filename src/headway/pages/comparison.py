@@ -37,7 +37,7 @@ _OF_INTERVAL = (
     "the interval knows how steps vary within each run; of what changed between the two, such as other work on the "
     "machine, it knows nothing."
 )
-_PARTS = (0.25, 0.5, 0.75, 1.0)  # of the shorter run
+_PARTS = (0.25, 0.5, 0.75, 1.0)  # parts of the shorter run
 _MOST_SETTINGS = 5000
 _SMOOTHED = 50  # a loss is the mean of so manieth part of the run before it
 
@@ -79,7 +79,7 @@ def _named_apart(a: ReportedRun, b: ReportedRun) -> tuple[ReportedRun, ReportedR
 def _verdict(a: ReportedRun, b: ReportedRun, compared: Comparison) -> list[str]:
     """Difference of the steps and its sureness, then the results of each run, and the settings by which they differ."""
     first, *others = differences(compared)
-    exact = [*_waste_differs(a, b), *_peaks_differ(a, b)]  # which no scatter of times can change
+    exact = [*_waste_differs(a, b), *_peaks_differ(a, b)]  # differences that no scatter of times can change
     reached = [f"{letter}, {run.name}: {verdict(run)}" for letter, run in (("A", a), ("B", b))]
     reached += _settings_in_words(a, b)
     a_s, b_s = _steps_s(a), _steps_s(b)

@@ -27,10 +27,10 @@ SUMMARY, RESUMES = "summary.json", "resumes.jsonl"
 EXPLANATION = "explain.json"
 _PROFILE = re.compile(r"steps-(\d+)-\d+-rank-")
 _BASE64 = re.compile(r"[A-Za-z0-9+/=]{100,40000}")
-_SEEN = 0.01  # of the time or the FLOPs; less stands in the table alone
+_SEEN = 0.01  # part of the time or the FLOPs; a smaller one stands in the table alone
 _UNPROFILED = "Records tell no time of components; a profile does."
 _MOST_RANKS, _MOST_SOURCES = 64, 12
-_MOST_ANSWERS, _LONGEST_ANSWER = 12, 400  # of the last evaluation [characters]
+_MOST_ANSWERS, _LONGEST_ANSWER = 12, 400  # answers of the last evaluation, and length of one [characters]
 
 
 _NOTHING = ReportSection("", (), ())
@@ -308,7 +308,7 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 def _mapping(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, dict) else {}  # as JSON has it; to ask for a Mapping takes ten times as long
+    return value if isinstance(value, dict) else {}  # JSON has dicts; to ask for a Mapping takes ten times as long
 
 
 def _bytes(value: object) -> str:
@@ -316,7 +316,7 @@ def _bytes(value: object) -> str:
     return "" if num_bytes is None else format_bytes(num_bytes)
 
 
-_LONGEST = 120  # of a value [characters]
+_LONGEST = 120  # length of a value [characters]
 _UNSAID = "not set"
 
 

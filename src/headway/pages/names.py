@@ -10,8 +10,8 @@ from headway.log.run_files import METRICS
 from headway.report import printable
 from headway.report.secrets import hide_people
 
-_LONGEST = 48  # of a name [characters]
-_BEFORE = 12  # of a long name before the place where it differs from the others [characters]
+_LONGEST = 48  # length of a name [characters]
+_BEFORE = 12  # beginning of a window of a long name before the place where names differ [characters]
 
 
 def names_of_runs(paths: Sequence[Path]) -> list[str]:
@@ -33,14 +33,14 @@ def names_of_runs(paths: Sequence[Path]) -> list[str]:
     if len(parts) == 1:
         own, with_folder = (printable("/".join(parts[0][-count:])) for count in (1, 2))
         return _shortened([with_folder if len(with_folder) <= _LONGEST else own])
-    # What all end in tells nothing, as `run` in a/run and b/run.
+    # An ending that all paths share tells nothing, as `run` in a/run and b/run.
     while all(len(path) > 1 for path in parts) and len({path[-1] for path in parts}) == 1:
         parts = [path[:-1] for path in parts]
     most = max(map(len, parts))
     suffixes = (["/".join(path[-length:]) for path in parts] for length in range(1, most + 1))
     names = next((tried for tried in suffixes if len({*tried}) == len(paths)), last)
     shown = _shortened([printable(name) for name in names])
-    # Those that look alike nevertheless are numbered, past numbers that are names themselves.
+    # Names that look alike nevertheless are numbered, past numbers that are names themselves.
     looks = Counter(map(_look, shown))
     used = {look for look, count in looks.items() if count == 1}
     names = []

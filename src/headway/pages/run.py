@@ -71,7 +71,7 @@ from headway.report.secrets import without_secrets
 from headway.report.section import ReportSection
 
 SCHEMA_VERSION = 1
-_LONGEST_FILE = 20_000  # of config.yaml and run.json on the page [characters]
+_LONGEST_FILE = 20_000  # length of config.yaml and run.json on the page [characters]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ def assembled(path: Path, explanation: JobExplanation, records: Sequence[Mapping
         records: of as many steps, each once, with its number as "step".
     """
     file = path / METRICS if path.is_dir() else path
-    # Of a run folder, what stands beside the records.
+    # Files that stand beside the records of a run folder.
     folder = file.parent
     notes, goodput = list(explanation.notes), None
     if (folder / FILE_NAME).is_file():
@@ -322,7 +322,7 @@ def facts(run: ReportedRun) -> list[tuple[str, str]]:
     last = run.records[-1]
     first = run.explanation.steps[0].step - int(number(run.records[0].get("num_steps")) or 1) + 1
     rows = []
-    # How well the hardware was used, and by which rule that is counted.
+    # Use of the hardware, and the rule by which it is counted.
     if mfu := known(run.records, "mfu"):
         low, middle, high = (format_share(float(value)) for value in np.percentile(mfu, [5, 50, 95]))
         rows.append(("MFU, median of records (5th to 95th percentile)", f"{middle} ({low} to {high})"))
@@ -336,7 +336,7 @@ def facts(run: ReportedRun) -> list[tuple[str, str]]:
         rows.append(("goodput", format_share(run.goodput.goodput)))
         rows.append(("restarts", format_count(run.goodput.restarts)))
     rows.append(("steps", f"{first} to {last['step']}, {len(run.records)} records"))
-    # What ran, and what it spent.
+    # Model and device of the run, and its costs.
     run_facts = as_object(run.files.get(RUN, "").encode()) or {}
     model, device = (value if isinstance(value := run_facts.get(key), Mapping) else {} for key in ("model", "device"))
     if (parameters := number(model.get("parameters"))) is not None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from headway.data.look import DataView, ShownMedia, ShownPack, ShownPreference, ShownRow
     from headway.packing import OverlongCounts
 
-_LONGEST_SIDE = 320  # of a picture on the page [pixels]
+_LONGEST_SIDE = 320  # longest side of a picture on the page [pixels]
 
 
 def samples_page(view: "DataView") -> str:

@@ -44,18 +44,19 @@ DATA: Series = (
 )
 SERIES = (*LEARNING, *SPEED, *DATA)
 MOST_KNOTS = 1000  # steps of which the page holds tokens and time; between them these are on a straight line
-_CHANCE = 1e-4  # that a source of a mixture stays away by itself for as long as it did, below which it was not in it
+# Chance that a source of a mixture stays away by itself for so long; below it the source was not in the mixture.
+_CHANCE = 1e-4
 _LEAST = 5  # records with a source, of which one can tell how often it comes
 _APART = 2  # records within which two changes are one
-_LEFT_OVER = 0.05  # of a run's records within which a source ends that another one has taken over from
+_LEFT_OVER = 0.05  # part of a run's records within which a source ends after another source has taken over
 _LOOKS = {
     "restart": "a dashed line is a restart",
     "stage": "a dotted line is the beginning of another stage of the data",
     "evaluation": "a short line at the top is an evaluation",
 }
 _MOST_STAGES = 30  # more are no stages
-WIDTH, HEIGHT = 1000, 160  # of the drawing, which is stretched to its room
-_MOST_BARS = 100  # of more steps, each bar is the mean of several
+WIDTH, HEIGHT = 1000, 160  # size of the drawing, which is stretched to its room
+_MOST_BARS = 100  # most bars; with more steps each bar is the mean of several
 _COLOURS = (0, 2, 3, 4, 5, 7)  # --c0 to --c7 of the page, of phases that the loop names
 _COLOUR_OF = {REST: "--c6", ASIDE: "--grid"}
 _TITLE = "Phases of a step"
@@ -248,7 +249,7 @@ def stage_begins(sources: Sequence[frozenset[str]]) -> list[int]:
             ends.add(last + 1)
     begins: list[int] = []
     for place in sorted(starts | ends):
-        # What is left of a source in shuffled packs plays on for a while where the next one has begun.
+        # The rest of a source in shuffled packs plays on for a while after the next source has begun.
         apart = _APART if place in starts else max(_APART, _LEFT_OVER * len(sources))
         if not begins or place > begins[-1] + apart:
             begins.append(place)

@@ -80,7 +80,7 @@ def timed_blocks(
             "memory's bandwidth."
         )
         return None
-    # of the same blocks, what their elementwise operations move: neither tower nor what lies around the blocks
+    # Bytes that elementwise operations of the same blocks move: neither tower nor what lies around the blocks.
     saved = saved_of_config(shallow, "bfloat16" if dtype.itemsize == BFLOAT16 else "float32")
     rows = (row for row in cost_model.rows if row.block and not row.component.startswith("vision."))
     return TimedBlocks(

@@ -46,7 +46,7 @@ def exchanges_of(
     Raises:
         UsageError: `state.recompute` chooses no block.
     """
-    chosen_blocks(state.recompute, cost_model, saved)  # or an error
+    chosen_blocks(state.recompute, cost_model, saved)  # raises an error if no block is chosen
     if not sharing.gathers:
         return Exchanges()
     # for weights alone
@@ -250,7 +250,7 @@ def _expert_layers(cost_model: CostModel) -> list[_ExpertLayer]:
         if parameter is None:
             continue
         count, parent = rows.count(parameter), module.rpartition(".")[0]
-        # what the block calls behind its experts, as long as these rows are of the block's other parts
+        # Rows that the block calls behind its experts, as long as they are of the block's other parts.
         flops_of_part: Counter[str] = Counter()
         last: dict[str, int] = {}  # width that each part gives
         for row in cost_model.rows[place + 1 :]:

@@ -203,7 +203,7 @@ class Fixed:
     optimizer: int
     average: int
     updating: int
-    host: int = 0  # of all but `updating`, in the host's memory instead
+    host: int = 0  # bytes of all but `updating`, if the host's memory holds them
 
     @staticmethod
     def of(cost_model: CostModel, in_slices: CostModel, state: State, sharing: Sharing) -> "Fixed":

@@ -74,7 +74,7 @@ def joined(indices: Mapping[str, LengthIndex], overlong: Policies) -> LengthTabl
     start = 0
     for number, index in enumerate(indices.values()):
         ok = np.asarray(index.ok)
-        place = np.cumsum(ok) - 1 + start  # of each usable row in the table
+        place = np.cumsum(ok) - 1 + start  # place of each usable row in the table
         for name, column in columns.items():
             column.append(getattr(index, name)[ok])
         for ragged in (index.media["images"], index.media["videos"]):

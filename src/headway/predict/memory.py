@@ -76,7 +76,7 @@ class MemoryPlan:
     head: int  # logits, and gradients made with them
     updating: int  # copies that the optimizer works on
     host: int  # bytes in the host's memory instead
-    moments: tuple[Moment, ...]  # what is held when, in the order of a run
+    moments: tuple[Moment, ...]  # bytes at each moment, in the order of a run
 
     @property
     def always(self) -> int:
@@ -213,7 +213,8 @@ def _between(
     gathered = ends.root + ends.head_unit.gathered + last_buffer
     if not sharing.reshard:
         gathered += ends.embedding_unit.gathered + sum(block.gathered for block in blocks)
-    inputs = [0, *(block.input for block in blocks if block.input)]  # of which the last one is still there
+    # Inputs that wait in the host's memory; the last one is still on the device.
+    inputs = [0, *(block.input for block in blocks if block.input)]
     activations = ends.outside + sum(block.activations for block in blocks) + inputs[-1]
     return {"activations": activations, "casts": casts, "batch": batch, "gathered": gathered}
 
@@ -265,7 +266,7 @@ def _backward_blocks(
                     widest[row.block] = values
                     (gated.add if row.component.endswith(".mlp") else gated.discard)(row.block)
     passing = {name: (2 - (state.liger and name in gated)) * widest[name] for name in sizes}
-    # As backward enters routed experts it holds the gradient of their outputs, its product with the outputs, which the
+    # Backward that enters routed experts holds the gradient of their outputs, its product with the outputs, which the
     # router's gradient is summed from, and under autocast the incoming gradient, cast to the dtype of the products.
     for name, values in values_of_experts(cost_model, saved).items():
         passing[name] = max(passing.get(name, 0), (2 + _casts(state, sharing)) * values * pack.slots)
@@ -332,9 +333,9 @@ class _Head:
 
     forward: int  # at the fullest point of its forward
     backward: int  # at the fullest point of its backward, where whole logits have one
-    weight: int  # of its weight's gradient, which backward begins with
-    tied: int  # of the input embedding's gradient, where it is added to the head's
-    stream: int  # of the hidden states in float32
+    weight: int  # gradient of the head's weight, which backward begins with
+    tied: int  # gradient of the input embedding, where it is added to the head's
+    stream: int  # hidden states in float32
 
     @staticmethod
     def of(cost_model: CostModel, pack: Workload, state: State, sharing: Sharing) -> "_Head":

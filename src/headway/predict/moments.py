@@ -78,9 +78,9 @@ class Unit:
     Source: `foreach_all_gather_copy_out` and `foreach_reduce` in torch/distributed/fsdp/_fully_shard (torch 2.13).
     """
 
-    gathered: int = 0  # whole, in the dtype of the products, with what fills slices up
-    arriving: int = 0  # its gradients as backward makes them, whole, without it
-    summing: int = 0  # the same, laid out for their sum over the processes, with it
+    gathered: int = 0  # weights, whole, in the dtype of the products, with the filling of slices
+    arriving: int = 0  # gradients of the unit as backward makes them, whole, without the filling
+    summing: int = 0  # the same, laid out for their sum over the processes, with the filling
 
 
 NO_UNIT = Unit()
@@ -95,13 +95,14 @@ class BackwardBlock:
     activations: int  # from forward, on the device
     casts: int  # copies of its weights, which exist from forward on, or, where it is recomputed, in its backward alone
     is_recomputed: bool
-    gradients: int  # of its weights, on this device, once backward has passed it
+    gradients: int  # gradients of the block's weights, on this device, once backward has passed the block
     passing: int  # gradients of activations at its fullest point
     unit: Unit = NO_UNIT  # without its spread experts
-    spread: Unit = NO_UNIT  # its spread experts, which backward passes before the rest
-    dequantised: int = 0  # what its largest product makes of a weight in 4 or 8 bits, for as long as it takes
-    by_spread: int = 0  # of what it saves, what the products of spread experts read and give
-    input: int = 0  # what enters it, where that waits in the host's memory; none of it in `activations`
+    spread: Unit = NO_UNIT  # spread experts of the block, which backward passes before the rest
+    # Copy that the largest product makes of a weight in 4 or 8 bits, for as long as the product takes.
+    dequantised: int = 0
+    by_spread: int = 0  # part of the saved bytes that products of spread experts read and give
+    input: int = 0  # input of the block, if it waits in the host's memory; no part of `activations`
 
     @property
     def gathered(self) -> int:
@@ -114,7 +115,7 @@ class Ends:
     """Parts around the blocks in backward [bytes]."""
 
     outside: int  # activations that no block saved
-    last_norm: int  # of these, what the norm before the head saved, which backward passes first
+    last_norm: int  # part of `outside` that the norm before the head saved, which backward passes first
     stream: int  # the residual stream in float32, whose last norm backward passes first
     head: int  # gradient of the head's weight, which backward begins with
     other_gradients: int  # gradients of weights in no block, the head's not among them, which come last
@@ -141,12 +142,13 @@ def fullest_of_backward(blocks: Sequence[BackwardBlock], ends: Ends) -> dict[str
     Returns:
         Bytes of activations, recomputing, passing, casts, gradients, gathered and reducing.
     """
-    # what is there as backward begins; each block below takes its own out
+    # Bytes as backward begins; each block below takes its own out.
     activations = ends.outside + sum(block.activations for block in blocks)
     casts = sum(block.casts for block in blocks if not block.is_recomputed)
     staying = ends.embedding_unit.gathered + sum(block.gathered for block in blocks)
     gradients, after, head = ends.head, ends.head_unit, ends.head_unit
-    inputs = [0, *(block.input for block in blocks if block.input)]  # of which the last one is there
+    # Inputs that wait in the host's memory; the last one is still on the device.
+    inputs = [0, *(block.input for block in blocks if block.input)]
     point = {
         "activations": activations + inputs[-1], "passing": _NORM * ends.stream, "casts": casts, "gradients": gradients,
         "gathered": ends.root + head.gathered + (staying if ends.stay_gathered else 0),

@@ -287,7 +287,7 @@ class OfferSearch:
     def _predictor(self, device: Device) -> Predictor:
         if device.memory_bytes is None:
             raise PlanError("its memory is not known")
-        # Of devices whose links are not known, one alone can be planned.
+        # A device whose links are not known can only be planned alone.
         links = Links.of_device(device) or Links(Link(1.0, 0.0), None, 1, device.title, "")
         return replace(self.predictor, device=device, speeds=self.speeds(device), links=links)
 

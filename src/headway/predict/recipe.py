@@ -74,7 +74,7 @@ def learning_model(model: ModelConfig, cost_model: CostModel) -> CostModel:
         cost_model: of the model as it ships or was traced.
     """
     if model.has_own_shape:
-        from headway.optim import learning_with_tokens  # whose classes say what is changed
+        from headway.optim import learning_with_tokens  # the model's own code says what its shape changes
 
         return learning_with_tokens(model)
     learning = cost_model.freeze(model.freeze)

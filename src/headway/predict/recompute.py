@@ -20,7 +20,7 @@ class BlockBytes:
     """Activations that one block keeps from forward to backward [bytes]."""
 
     saved: int  # all of them, where it is not recomputed
-    entry: int  # where it is: what enters it
+    entry: int  # input of the block, kept where the block is recomputed
     # kept beside the entry where these do not run again
     attention: int = 0
     projections: int = 0
@@ -241,7 +241,7 @@ def _steps(size: BlockBytes, again: BlockFlops, levels: Sequence[frozenset[str]]
             for other in ladder[place + 1 :]
         ]
         place += 1 + worths.index(max(worths))
-        assert low is not None  # it stands at the end
+        assert low is not None  # None stands at the end of the ladder alone
         yield _Step(low, ladder[place][2], max(worths))
 
 

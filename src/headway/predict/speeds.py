@@ -200,7 +200,7 @@ class Speeds:
         Raises:
             PlanError: the table has no peak in that precision, no bandwidth, or no power that the limit is below.
         """
-        # what the table must have of the device
+        # Numbers that the table must have of the device.
         bandwidth = device.memory_bytes_per_s
         for name in (dtype, *(["fp8"] if float8 else [])):
             if name not in device.peak_flops_per_s:

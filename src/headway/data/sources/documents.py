@@ -16,7 +16,7 @@ SampleBy = Literal["paragraph", "line", "document"]
 
 DTYPES = ("uint16", "uint32", "int32", "int64")
 _CHUNK_TOKENS = 2**20
-_MOST_HEADER_BYTES = 2**16  # of an array; NumPy's own reader takes 10,000
+_MOST_HEADER_BYTES = 2**16  # largest header of an array; NumPy's own reader takes 10,000
 
 
 class Text(SpanReader):

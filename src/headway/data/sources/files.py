@@ -25,7 +25,8 @@ from headway.stores import as_os_errors, open_url, url_system
 T = TypeVar("T")
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
-_CONTENT_FIELDS = ("content-md5", "md5hash", "blob-id", "etag", "last-modified")  # of fsspec's stores, best first
+# Content fields of fsspec's stores, best first.
+_CONTENT_FIELDS = ("content-md5", "md5hash", "blob-id", "etag", "last-modified")
 _GLOB = re.compile(r"[*?\[]")
 HEAD_BYTES = 64
 _PAGES = ("", ".txt", ".md", ".html", ".htm", ".xhtml", ".xml")  # texts, of which a web page may be one
@@ -245,7 +246,7 @@ def _file(system: Any, name: str, root: str) -> File:
         status = Path(name).stat()
         return File(name, status.st_size, _stamp(status), below)
     info = {key.lower().replace("_", "-"): value for key, value in system.info(name).items()}
-    # What changes with the content: its hash, its tag, its time, or else all that the store says of it.
+    # A stamp changes with the content: its hash, its tag, its time, or else all that the store says of it.
     tags = [f"{field_name}={info[field_name]}" for field_name in _CONTENT_FIELDS if info.get(field_name)]
     stamp = tags[0] if tags else str(system.ukey(name))
     return File(_file_url(system, name), info.get("size"), stamp, below)

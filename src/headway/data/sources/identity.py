@@ -23,7 +23,7 @@ from headway.words import Argument
 
 Verify = Literal["size-and-time", "hash", "size"]
 
-UNASKED_BYTES = 2**30  # of a run's local files together; so many are hashed in seconds, without being asked
+UNASKED_BYTES = 2**30  # size of a run's local files up to which they are hashed unasked; so many take seconds
 _SHA256 = re.compile("[0-9a-f]{64}")
 _HASHING_THREADS = 4
 _SPOT_BYTES = 512

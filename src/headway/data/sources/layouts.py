@@ -33,7 +33,7 @@ FILE_NAMES = ("file_name", "filename", "file_path", "filepath", "file", "path")
 
 _IN_CHATS = ("tools", "chat_template_kwargs", "label", "kto_tag", "objects")
 _WORDED = ("context", "system", "system_prompt")  # no other values of these are read
-_NULLABLE = ("label", "kto_tag", TEXT)  # that a row has one of these counts, whatever it holds
+_NULLABLE = ("label", "kto_tag", TEXT)  # columns that count as present with any value, null included
 _NUMBER = re.compile(r"(?:^|_)(?:id|idx|index)s?$|Id$")  # columns that number rows
 _ALIKE = 0.8  # likeness of names such as answer_0 and answer_1
 _MOST_FREE = 64  # columns among which a mapping is looked for
@@ -281,7 +281,7 @@ def _fitting(kinds: Kinds, schema: str, mapped: frozenset[str], least_rank: int 
     layouts = [layout for layout in layouts if layout.schema == schema or (schema == "auto" and not layout.by_name)]
     needs = {layout: {name for name, _ in layout.columns} for layout in layouts}
 
-    # What is mapped is meant, and a layout that consists of it before one that takes other columns as well.
+    # Mapped columns are meant: the layout that needs the fewest columns beside these goes first.
     def num_others(layout: Layout) -> int:
         return len(needs[layout] - mapped - {MEDIA})
 
@@ -290,7 +290,7 @@ def _fitting(kinds: Kinds, schema: str, mapped: frozenset[str], least_rank: int 
         layouts = [layout for layout in meant if num_others(layout) == min(map(num_others, meant))]
     least = min((layout.rank for layout in layouts), default=0)
     layouts = [layout for layout in layouts if layout.rank == least]
-    # Of one rank the layout that reads every column of the other loses nothing; of two that do the first is taken.
+    # Among layouts of one rank, one that reads every column of another loses nothing; if both do, the first is taken.
     reads = {layout: {MEDIA, *dict(_roles(layout, kinds, mapped))} for layout in layouts}
 
     def beats(layout: Layout, other: Layout) -> bool:

@@ -65,9 +65,10 @@ HARMLESS_KEYS = (
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Keys of a turn that hold what the assistant thinks before it answers."""
 
-QUESTION_KEYS, ANSWER_KEYS = ("user", "human"), ("assistant", "gpt", "bot")  # of a round, which is two turns in one
+# Keys of a round, which is two turns in one.
+QUESTION_KEYS, ANSWER_KEYS = ("user", "human"), ("assistant", "gpt", "bot")
 _READ_KEYS = ("role", "content", "from", "value", "tool_calls", "tool_call_id", *REASONING)
-# How templates open a text or a turn: <|im_start|>, <s>, <start_of_turn>, DeepSeek's wide bars, [INST].
+# Beginnings of templates' texts and turns: <|im_start|>, <s>, <start_of_turn>, DeepSeek's wide bars, [INST].
 _RENDERED = re.compile(r"\s*(<[|\uff5c][^\s<>]+[|\uff5c]>|<(?:s|bos|start_of_turn|end_of_turn|turn\|)>|\[INST\])")
 _BOXES = ("<bbox>", "<ref-object>")
 
@@ -90,7 +91,7 @@ def sense_of(name: str) -> int | None:
     learning, masking = [[place for place, stem in enumerate(stems) if stem in kind] for kind in (_LEARNING, _MASKING)]
     if not learning and not masking:
         return None
-    # Of a mask alone, 1 may mean that it is masked, or that it is not.
+    # A mark that is called a mask alone is ambiguous: 1 may mean that the turn is masked, or that it is not.
     if {"mask", "masks"} & {*words} and (not learning or masking[0] < learning[0]):
         return 0
     behind_on = words[words.index("on") + 1 :] if "on" in words else []

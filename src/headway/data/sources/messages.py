@@ -46,17 +46,17 @@ SPEAKERS = {
 Capitals do not matter.
 """
 
-_CALLERS = ("function_call", "tool_call")  # whose words are the JSON of a call
+_CALLERS = ("function_call", "tool_call")  # speakers whose words are the JSON of a call
 _MEANINGFUL = ("function_call", "refusal", "audio")  # keys that would change what is learnt if they were left out
 
 
-# What Qwen's and LMMs-Engine's processors read beside a part's media: a piece of it, or a size of its own.
+# Keys that Qwen's and LMMs-Engine's processors read beside a part's media: a piece of it, or a size of its own.
 _CUTS = (
     "video_start", "video_end", "nframes", "fps", "min_frames", "max_frames",
     "min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width", "sample_fps", "raw_fps",
 )  # fmt: skip
 _BESIDE_MEDIA = ("type", "text", "detail", "cache_control", *HARMLESS_KEYS, *HARMLESS_COLUMNS)
-_RATES = ("sample_fps", "fps")  # of a list of frames, as qwen-vl-utils reads them
+_RATES = ("sample_fps", "fps")  # frame rates of a list of frames, as qwen-vl-utils reads them
 _TYPES = {
     "image_url": "image", "video_url": "video", "audio_url": "audio", "input_audio": "audio", "input_image": "image",
     "input_text": "text", "output_text": "text",
@@ -110,7 +110,7 @@ class _Turns:
     def __init__(self, media: RowMedia, markers: set[str]) -> None:
         self.messages: list[Message] = []
         self._media, self._markers = media, markers
-        self._names: dict[str, str] = {}  # of called tools, by the calls' ids
+        self._names: dict[str, str] = {}  # names of called tools, by the ids of their calls
         self._waiting: list[str] = []  # names of tools that were called by a turn of its own, and have not answered
 
     def read(self, turn: Any, number: int, has_speakers: bool = False) -> None:

@@ -42,8 +42,8 @@ EXTENSIONS = {
 }  # fmt: skip
 """Formats by extension; .gz and .zst may follow, except behind tables, which compress within."""
 
+# Tables that `datasets`' imagefolder, videofolder and audiofolder read beside their media. Source: datasets 5.2.
 _METADATA_FILES = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
-# What `datasets`' imagefolder, videofolder and audiofolder read beside their media. Source: datasets 5.2.
 _TABLES = ("parquet", "arrow")
 _WAYS_OUT = {
     ".xls .xlsx .ods .numbers": "Save the sheet as CSV in UTF-8.",

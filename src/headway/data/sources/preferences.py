@@ -58,7 +58,7 @@ def _numbered(fields: Row, names: Mapping[str, str], marks: Sequence[Any]) -> li
     """Two answers side by side and a mark of the better one; an answer that ends the turns before is replaced."""
     best, other, *sign = marks
     mark = fields["mark"] if isinstance(best, str) else _number_of(fields["mark"])
-    if sign and mark is not None:  # how far the answers differ is no part of any loss
+    if sign and mark is not None:  # no loss uses how far the answers differ
         mark = (mark > 0) - (mark < 0)
     if mark not in (best, other):
         raise DataError(
@@ -84,7 +84,7 @@ def _rejected(fields: Row, _names: Mapping[str, str], _marks: Sequence[Any]) -> 
         raise DataError(
             '"rejected_tools" are others than "tools", but both answers are of one prompt. Give both the same.'
         )
-    # Of a chat the better answer is what stands behind the last question.
+    # The better answer of a chat stands behind its last question.
     turns = next((column for column in _TURNS if column in chosen), None)
     if turns is not None and "response" in others:
         all_turns = _turns(chosen, turns)
@@ -391,7 +391,7 @@ def preference_of(chats: Sequence[Chat], *, is_explicit: bool) -> Preference:
                 f"the answers {keys.index(key) + 1} and {place + 1} are the same, so none is better: "
                 f"{shortened(chats[place].messages[-1].text)}. Leave the row out."
             )
-    # Where what the answers were shown differs in its media alone, each is a whole chat.
+    # Prompts of the same words may differ in their media; each answer is then its whole chat.
     if any(chat.messages[begin].role != "assistant" for chat in chats):
         questions = (chat.messages[: behind_question(chat.messages)] for chat in chats)
         if len({tuple(map(_words, turns)) for turns in questions}) > 1:

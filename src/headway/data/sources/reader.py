@@ -23,8 +23,8 @@ MOST_ROW_BYTES = 2**29
 """Longest row [bytes]. A small compressed file, or one with a hole, may hold a line that is longer than the memory."""
 
 _PIECE_BYTES = 2**20
-_DAMAGED = -1  # as the end of a row: the row stands for what cannot be read
-# What NumPy raises on a file that is missing, cut short or something else.
+_DAMAGED = -1  # end of a row that stands for unreadable bytes
+# Errors that NumPy raises on a file that is missing, cut short or something else.
 _NO_TABLE = (OSError, ValueError, EOFError, TypeError, KeyError, SyntaxError, OverflowError, MemoryError)
 _MAPPED_BYTES = 2**20  # larger tables are mapped, so that processes share them
 

@@ -39,12 +39,12 @@ _OTHER_ROOT = Argument("root")
 _COLUMNS = {kind: (f"{kind}s", kind) for kind in KINDS}
 _TYPE = {extension: kind for kind, extensions in EXTENSIONS.items() for extension in extensions}
 
-MAX_INLINE_BYTES = 256 * 2**20  # of media within a row, decoded
+MAX_INLINE_BYTES = 256 * 2**20  # largest decoded media within a row
 
 _MIN_PASTED = 64  # characters: no picture, video or sound is shorter, and few names are longer
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]+={0,2}\s*")
 _HEAD_CHARACTERS = 64
-# How files of pictures, videos and sounds begin: at byte 0, but for MP4's and AVIF's `ftyp`.
+# First bytes of pictures, videos and sounds: at byte 0, but for MP4's and AVIF's `ftyp`.
 _SIGNATURES = (
     b"\x89PNG\r\n", b"\xff\xd8\xff", b"GIF8", b"RIFF", b"BM", b"II*\0", b"MM\0*", b"\0\0\0\x0cjP", b"P5", b"P6",
     b"\x1aE\xdf\xa3", b"ID3", b"fLaC", b"OggS", b"\xff\xfb", b"\xff\xf3", b"\0\0\x01\xba",

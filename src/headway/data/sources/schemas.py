@@ -67,7 +67,7 @@ class Normaliser:
         fields, reading = self.reading(row)
         layout, columns = reading.layout, reading(fields)
         asides: dict[str, Any] = {}
-        if reading.asides and not self.columns:  # who maps columns leaves others out on purpose
+        if reading.asides and not self.columns:  # a mapping of columns leaves the rest out on purpose
             asides = {name: fields[own] for own, name in reading.asides.items() if fields[own] is not None}
             check_columns_of(asides, is_chat=layout.makes == "chat", ways=layout.mapping)
         if layout.makes != "preference":

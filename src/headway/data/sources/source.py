@@ -17,8 +17,8 @@ from headway.data.sources.schemas import Normaliser
 from headway.data.sources.text_rows import listed
 from headway.errors import DataError, foreign
 
-_DIM = 65536 // 8  # of 16 bits
-_PICTURED_ROWS = 3  # whose pictures are looked at, of each file
+_DIM = 65536 // 8  # brightest pixel of 16 bits below which a picture is dim
+_PICTURED_ROWS = 3  # rows of each file whose pictures are looked at
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from headway.data.sources.text_rows import Unreadable, shortened
 from headway.errors import DataError, first_line
 
 _BATCH_ROWS = 64  # decoded at once: few, as a row may hold images
-_ARROW_FILE = b"ARROW1"  # how an Arrow file begins; an Arrow stream does not
+_ARROW_FILE = b"ARROW1"  # first bytes of an Arrow file; an Arrow stream begins without them
 _JSON_EXTENSION = "arrow.json"
 _BYTES_OF_WORDS = {
     pa.string(): pa.binary(),

@@ -13,7 +13,7 @@ from headway.errors import DataError
 
 _KEY = re.compile(r"^((?:.*/)?[^./][^./]*)\.([^/]+)$")
 _MOST_SAMPLE_BYTES = 2**31  # films are longer than rows of text
-_BLOCK_BYTES = 512  # of a tar archive; two of zeros end it
+_BLOCK_BYTES = 512  # block of a tar archive; two blocks of zeros end the archive
 
 
 class Tar(SpanReader):

@@ -11,7 +11,7 @@ from headway.data.sources.reader import ParsedRow, Record, SpanReader, check_row
 from headway.errors import DataError
 
 _BOM = b"\xef\xbb\xbf"
-_COMPRESSED = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd"}  # how such files begin
+_COMPRESSED = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd"}  # first bytes of compressed files
 _CHUNK_BYTES = 2**20
 _SPACE = " \t\n\r"
 
@@ -119,8 +119,8 @@ class _Buffer:
                 check_row(len(self._text) - self._place, name)  # all of it is this element, as far as can be told
                 if not self._more(chunk):
                     raise EOFError(f"not valid JSON: {error.msg} at byte {self._gone + error.pos}") from error
-                chunk *= 2  # what is tried again grows with what is read
-            except RecursionError as error:  # where it ends cannot be told, nor what comes after it be read
+                chunk *= 2  # each attempt reads the value from its beginning, so chunks grow with it
+            except RecursionError as error:  # neither its end nor the values behind it can be read
                 raise EOFError(
                     f"not usable JSON: lists nested too deeply from byte {self._gone + self._place}"
                 ) from error

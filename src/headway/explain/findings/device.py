@@ -90,7 +90,7 @@ def unfused_chains(evidence: StepEvidence) -> Observation | None:
     # A module that holds others counts through these; one with a matrix product is no chain of memory-bound kernels.
     calls = _calls(evidence)
     holds_others = {module.rpartition(".")[0] for module in calls}
-    lengths: dict[str, float] = {}  # of the modules that are chains, kernels a call
+    lengths: dict[str, float] = {}  # kernels a call, by module; chains alone
     for module, events in of_module.items():
         if module in holds_others:
             continue
@@ -209,7 +209,8 @@ def _keys_of_a_query(event: EventTime, attention: StepAttention | None) -> float
     operands = event.trace.operands_of(event.event)
     if operands is None or not operands.sizes or len(operands.sizes[0]) < 3:
         return None
-    # Its queries, or in backward the gradients of their results: tokens x heads x head size, in batches with one more.
+    # The first operand: queries, or in backward gradients of their results: tokens x heads x head size, or batches x
+    # these.
     first = operands.sizes[0]
     layer = None if attention is None else attention.of(event.event)
     if attention is not None and layer is not None and layer in attention.flops:

@@ -19,7 +19,7 @@ from headway.meter.pauses import COLLECTION, PURPOSES, Purpose
 from headway.report import format_share
 
 _LONG_NS = 1_000_000  # launches and Python between two operators take some 5 to 100 us
-_LONG_SHARE = 0.02  # of the step; a core that is shared takes a thread away for some milliseconds now and then
+_LONG_SHARE = 0.02  # part of the step; a core that is shared takes a thread away for some milliseconds now and then
 _FIRST_USE = 10  # times what other calls of the operator take
 ALLOCATES = re.compile(r"(cuda|hip|cu)(Host)?(Malloc|Free|MemAlloc|MemFree|HostAlloc|MemCreate|MemMap)\w*")
 _LOADS = re.compile(r"(cu|hip)(ModuleLoad|LibraryLoad|ModuleGetFunction)\w*|cudaFuncGetAttributes")
@@ -105,7 +105,7 @@ class StepPauses:
             end_ns = window.end_ns if event == NONE else min(int(events.start_ns[event]), window.end_ns)
             collected_ns = min(ns, overlap(self.collections, end_ns - ns, end_ns))
             preempted_ns = self.preempted_ns(end_ns - ns, end_ns)
-            # What the counts leave of a gap that was nearly all another process's is not known well enough.
+            # A gap that was nearly all another process's is not long: the counts are too coarse for the rest of it.
             is_long = ns - collected_ns - preempted_ns >= max(long_ns, preempted_ns // 4)
             gaps.append(Pause(ns, end_ns - ns, end_ns, event, collected_ns, preempted_ns, is_long))
         return tuple(sorted(gaps, key=lambda gap: gap.start_ns))
@@ -270,7 +270,7 @@ def _long_gaps(evidence: RunEvidence) -> dict[str, int]:
         return {}
     gaps = _BETWEEN if any(step.phases_ns.get("optimizer") for step in timed) else ("input",)
     shares = {gap: sum(step.phases_ns.get(gap, 0) for step in timed) / timed_ns for gap in gaps}
-    # Where no look fell on code of the loop, its usual length is all that is known: other processes stretch some.
+    # A gap in which no look fell on code of the loop counts with its usual length: other processes stretch some.
     for gap in shares.keys() - {place_gap for step in evidence.steps for place_gap, *_ in step.places}:
         usual_ns = median(step.phases_ns.get(gap, 0) for step in timed) * len(timed)
         shares[gap] = min(shares[gap], usual_ns / timed_ns)

@@ -12,7 +12,7 @@ from headway.explain.findings.rule import FindingPlace, Observation, Rule, RuleO
 from headway.report import format_share
 
 _UNKNOWN = ""
-_DATA_ADVICE = {  # what takes long, why, what to do in any loop, and in `headway train`
+_DATA_ADVICE = {  # slow part: its name, the reason, advice for any loop, advice for `headway train`
     "read": ("reading rows and media from storage", "storage is slow or far away, and every sample is read when it is "
              "needed.", "a copy of the data on a local disk; more workers, which read side by side.",
              "more data.workers, a larger data.prefetch_bytes"),
@@ -33,9 +33,9 @@ _WHY_WAITED = {
 }
 _COPIES = ("aten::copy_", "aten::_to_copy", "aten::to ", "cudaMemcpy", "hipMemcpy", "cuMemcpy")
 _MANY = 16  # short gaps a step, from which they are the launches' and not the step's begin and end
-_TINY_NS = 30_000  # what an operator on a CPU takes of which larger batches take no more
-_CALL_NS = 5_000  # of a call on a CPU that does nothing: PyTorch's dispatch, autograd's node, memory for the result
-_LOOP_SHARE = 0.05  # of the steps, from which a loop over tensors is what is to be told
+_TINY_NS = 30_000  # duration of an operator on a CPU up to which larger batches take no longer
+_CALL_NS = 5_000  # duration of an empty call on a CPU: PyTorch's dispatch, autograd's node, memory for the result
+_LOOP_SHARE = 0.05  # part of the steps from which a loop over tensors is the finding instead
 
 
 def data_wait(evidence: StepEvidence, part: str) -> Observation | None:
@@ -122,7 +122,7 @@ def launch_bound(evidence: StepEvidence) -> Observation | None:
         return None
     if evidence.is_cpu:
         return _call_bound(evidence, short_ns)
-    # What the profiler adds to a step lies between its operators.
+    # The profiler's own time lies between the operators of a step.
     overheads_s = [as_number(evidence.fact("profiler_overhead_s", step.rank)) for step in evidence.steps]
     profiler_ns = sum(max(0, round(overhead_s * 1e9)) for overhead_s in overheads_s if overhead_s is not None)
     ns = max(0, short_ns - profiler_ns)
@@ -183,7 +183,7 @@ def contended(evidence: StepEvidence) -> Observation | None:
     ns = evidence.core_wait_ns
     if not ns:
         return None
-    if not evidence.is_cpu:  # whose device works on meanwhile, as long as it has been launched ahead
+    if not evidence.is_cpu:  # a device works on meanwhile, as long as work was launched ahead
         ns = min(ns, evidence.ns("idle.launch"))
     return Observation(
         ns,

@@ -16,13 +16,13 @@ from headway.explain.measurement import MATMUL
 # A launch takes the host some 5 us, and an operator of PyTorch on a CPU as long, so a product that takes less at peak
 # costs its launch.
 _LAUNCH_S = 5e-6
-_PAUSE_NS = 5_000_000  # of a gap before an operator; what is longer has a cause of its own
+_PAUSE_NS = 5_000_000  # most of a gap before an operator that counts with it; a longer gap has a cause of its own
 _MANY_PRODUCTS = 16  # small products of one module in a step, from which they are a loop
 AT_ONCE = ("aten::_fused_", "aten::_foreach_")
 # A fused update is a few kernels for each group of parameters, with clipping some tens; a loop is about ten for each of
 # hundreds of tensors.
 MANY_UPDATES = 100
-_SEEN_NS = 200_000  # of a gap in which a look at the stack may have fallen
+_SEEN_NS = 200_000  # gap from which a look at the stack may have fallen into it
 _MANY_SIZES = 4  # parameters of a model have several
 _READ_BACK = "aten::item"
 READ_LATE_HINT = "keep numbers on the device until they are logged, and log every N steps."
@@ -30,7 +30,7 @@ READ_LATE_SETTING = "run.log_every"
 # In a step; models read some lengths and grids of a batch.
 _MANY_READ_BACKS = 16
 _FEEDING = 6  # operators before a read that made its number: a square, a sum, a root and their calls
-# They make a tensor's number: what is read back is mostly one of these.
+# Operators that make a tensor's number: most numbers that are read back come from one of these.
 _REDUCES = re.compile(
     r"aten::(linalg_|_)?(vector_)?(std|var|norm|sum|mean|max|min|amax|amin|any|all|pow|abs|sqrt|eq|ne|isnan|isfinite|"
     r"square|mul|add|detach|argmax|select|_local_scalar_dense|item|to|_to_copy|copy_)(_mean|_dense)?$"
@@ -194,7 +194,8 @@ def _reads(evidence: StepEvidence) -> list[EventTime]:
 
 def read_backs(evidence: StepEvidence) -> Observation | None:
     """Numbers that are read out of tensors on a CPU, which waits for nothing; on a device each would wait."""
-    if not evidence.is_cpu or evidence.is_anomaly_mode:  # which reads whether a gradient is NaN, of every operator
+    # Anomaly mode reads whether a gradient is NaN, of every operator.
+    if not evidence.is_cpu or evidence.is_anomaly_mode:
         return None
     reads = _reads(evidence)
     if len(reads) < _MANY_READ_BACKS * evidence.num_steps:
@@ -233,7 +234,7 @@ RULES = (
         RuleObserver(read_backs, 0.001, lines=("memory", "idle.launch")),
         RuleObserver(partial(recorded_pause, purpose="read-back"), 0.10),
     ),
-    # As much as an optimizer that goes over tensors one by one.
+    # The same parts of the time as for an optimizer that goes over tensors one by one.
     Rule(
         "parameter-loop",
         RuleObserver(parameter_loop, 0.05, lines=("memory", "idle.launch")),

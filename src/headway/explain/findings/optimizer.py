@@ -12,9 +12,9 @@ from headway.explain.findings.loops import AT_ONCE, MANY_UPDATES, total_ns
 from headway.explain.findings.rule import Observation, Rule, RuleObserver
 from headway.report import format_share, format_traffic
 
-_MOST_OF_IT = 0.6  # of what the optimizer moves: from this part on one pass is no great gain
-_KNOWN = 0.8  # of the optimizer's time, of whose operators the bytes must be known
-_WORTH_A_NAME = 0.01  # of the optimizer's time
+_MOST_OF_IT = 0.6  # part of the optimizer's traffic from which one pass would save little
+_KNOWN = 0.8  # part of the optimizer's time whose operators must have known bytes
+_WORTH_A_NAME = 0.01  # part of the optimizer's time from which an operator counts
 _UPDATE = re.compile(r"aten::_fused_(adamw?|sgd|adagrad)_$")
 _NORM = re.compile(r"aten::_foreach_(norm|max)$")
 _ON_LISTS = "aten::_foreach_"
@@ -25,11 +25,11 @@ _SIZES = {"double": 8, "float": 4, "c10::BFloat16": 2, "c10::Half": 2}  # [byte]
 # Tensors that one pass reads and writes: weights and moments both, gradients once; with two moments as Adam's, whose
 # last operator divides by a root, and with one.
 _ADAM_PASS, _MOMENTUM_PASS = 7, 5
-# Of these, what updates weights: gradients are clipped at once (_foreach_norm, _foreach_mul_) beside a loop too.
+# Operators on lists that update weights: a loop too clips gradients at once (_foreach_norm, _foreach_mul_).
 _UPDATES = re.compile(r"aten::(_fused_|_foreach_(add|sub|lerp))")
-# Of a loop's time that a fused update takes. AdamW's operators read and write a tensor 20 times (mul_ 2, lerp_ 3,
-# mul_ 2, addcmul_ 3, sqrt 2, div 2, add_ 2, addcdiv_ 4), fused 7 times (weight, gradient, two averages). Of small
-# tensors it is the calls that count: 9 for each in place of 31, as a profile shows.
+# Part of a loop's time that a fused update takes. AdamW's operators read and write a tensor 20 times (mul_ 2, lerp_ 3,
+# mul_ 2, addcmul_ 3, sqrt 2, div 2, add_ 2, addcdiv_ 4), fused 7 times (weight, gradient, two averages). For small
+# tensors the calls count: 9 for each in place of 31, as a profile shows.
 # Source: torch/optim/adam.py, _single_tensor_adam and _fused_adam (PyTorch 2.13).
 FUSED_PART = 7 / 20
 _DIVIDES = "aten::_foreach_addcdiv_"
@@ -71,7 +71,7 @@ def unfused_optimizer(evidence: StepEvidence) -> Observation | None:
         if traffic.is_in_bytes
         else "AdamW(fused=True), SGD(fused=True), or another optimizer that is one kernel (Apex, bitsandbytes, torchao)"
     )
-    # What one pass takes at the rate that the operators reach: they are bound by memory, as it would be.
+    # One pass would run at the rate that the operators reach: memory bounds both.
     saved_ns = traffic.ns * (1 - least)
     if traffic.is_in_bytes:
         moved, least_moved = (format_traffic(n / evidence.num_steps) for n in (traffic.moved, traffic.least))
@@ -101,7 +101,7 @@ def _bytes(events: list[EventTime]) -> _Traffic | None:
     moved = norm_bytes = held_values = known_ns = 0
     counted: set[tuple[int, int]] = set()
     has_bytes: dict[tuple[int, int], bool] = {}
-    widths: set[int] = set()  # of elements that are copied or updated [byte]
+    widths: set[int] = set()  # widths of elements that are copied or updated [byte]
     for event in events:
         operator, operands = event.trace.operator_of(event.event), event.trace.operands_of(event.event)
         key = id(event.trace), operator

@@ -25,7 +25,7 @@ _PHASES = {
     Phase.OPTIMIZER: "optimizer",
     Phase.DATA_WAIT: "data",
 }
-_BETWEEN = "between"  # what the loop does itself
+_BETWEEN = "between"  # code of the loop itself
 _GAPS = ("input", "loss", "gradients", "after")
 
 
@@ -91,7 +91,7 @@ class OwnTime:
         """Charge each event's cost to what lies around its begin: an operator that called it, or the gap before it."""
         host, attribution = self._measured.trace.host, self._measured.attribution
         contexts = attribution.contexts
-        # What each call costs in a row, and what all of a phase do, against which its measured time is held.
+        # Costs of each call in a row, and of all calls of a phase, against which its measured time is held.
         costs: dict[int, tuple[str, float]] = {}
         calls_ns: defaultdict[str, float] = defaultdict(float)
         for index in self._events.tolist():
@@ -108,7 +108,7 @@ class OwnTime:
         of_gap: defaultdict[int, float] = defaultdict(float)
         for index, (phase, call_ns) in costs.items():
             ns = call_ns * times[phase]
-            # What profilers do at an event's begin comes before the time that they note, so it is its caller's.
+            # Profilers work at an event's begin before they note its time, so the cost is its caller's.
             around = contexts[contexts[index].outer].operator if contexts[index].outer != NONE else NONE
             place = int(np.searchsorted(gap_starts, host.start_ns[index])) if around == NONE else 0
             if around != NONE:
@@ -129,7 +129,7 @@ class OwnTime:
         host = self._measured.trace.host
         for owned in self._step.owned:
             start, end = int(host.start_ns[owned.event]), int(host.end_ns[owned.event])
-            # Of an event with others in it a part of the waits, as its own time is a part of it.
+            # An event with others in it has a part of the waits, as its own time is a part of its length.
             self.of_event[owned.event] += round(lost.between(start, end) * min(1.0, owned.ns / max(1, end - start)))
         for event, ns in self._step.idle.late_before.items():
             end = window.end_ns if event == NONE else int(host.start_ns[event])

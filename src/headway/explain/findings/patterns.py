@@ -18,8 +18,9 @@ _SOFTMAX_BACKWARD = re.compile(r"aten::_softmax_backward\w*$")
 _WEIGHTS = re.compile(r"aten::(mm|addmm|linear|convolution|_convolution)$")
 _NEAR = 30  # operators between the products and the softmax: scales, masks, casts, dropout, and what they call
 _LEAST_VOCABULARY = 4096  # sides of a product: what is smaller is no vocabulary
-_MANY_TIMES_THE_WIDTH = 32  # from which a head outweighs a block of the usual twelve widths squared
-_LEAST_ELEMENTS = 1024  # of an operand in 64 bits; single numbers and small tables are often so
+# Vocabulary over width from which a head outweighs a block of the usual twelve widths squared.
+_MANY_TIMES_THE_WIDTH = 32
+_LEAST_ELEMENTS = 1024  # elements of an operand in 64 bits; single numbers and small tables are often in 64 bits
 _CHECKS = re.compile(r"aten::(ne|any|is_nonzero|item|_local_scalar_dense|isnan)$")
 _TRACEBACK = "traceback.py"
 _VIEWS = re.compile(
@@ -180,8 +181,8 @@ def _stacks_ns(evidence: StepEvidence) -> int:
     Operators that only change how a tensor is seen compute nothing, so what they take is the stack; of others as much
     as of these (the median).
     """
-    times: dict[tuple[int, int], int] = {}  # of operators, by trace and number
-    views: dict[tuple[int, int], int] = {}  # of those that compute nothing
+    times: dict[tuple[int, int], int] = {}  # time of each operator, by trace and number
+    views: dict[tuple[int, int], int] = {}  # the same for operators that compute nothing
     for event in evidence.spent:
         number = int(event.trace.trace.host.sequence[event.event]) if evidence.is_cpu else NONE
         if number == NONE or event.phase is not Phase.FORWARD:
@@ -202,7 +203,7 @@ def memory_bound(evidence: StepEvidence) -> Observation | None:
     parts = [part for part in traffic if part is not None and part.at_bandwidth_ns is not None]
     if evidence.is_cpu or len(parts) < len(traffic):
         return None
-    # Of kernels whose operands are known; of the others nobody can tell what they could save.
+    # Kernels with unknown operands are left out: nobody can tell what they could save.
     ns = sum(max(0, part.known_ns - (part.at_bandwidth_ns or 0)) for part in parts)
     share = evidence.share(evidence.ns("memory"))
     return Observation(
@@ -275,10 +276,10 @@ RULES = (
         RuleObserver(double_precision, 0.05, lines=_KERNELS),
         RuleObserver(recorded_double_precision, 0.0),
     ),
-    # Of short sequences the matrix of all pairs is small, and a fused kernel saves little.
+    # The matrix of all pairs is small for short sequences, so a fused kernel saves little there.
     Rule("eager-attention", RuleObserver(eager_attention, 0.10, lines=_KERNELS)),
     # A head is a fifth to a quarter of a model of half a billion parameters.
     Rule("large-head", RuleObserver(large_head, 0.40, lines=_KERNELS)),
-    # Of an eager step of a large model memory-bound kernels take a fifth, a part of it at full bandwidth.
+    # Memory-bound kernels take a fifth of an eager step of a large model, a part of that at full bandwidth.
     Rule("memory-bound", RuleObserver(memory_bound, 0.20, lines=("memory",))),
 )

@@ -31,7 +31,7 @@ _NOT_KNOWN_MESSAGE = (
     "not known: code outside of PyTorch, such as logging, a checkpoint, an evaluation, collecting garbage, a callback, "
     "or another process that had its core."
 )
-_OFTEN = 0.10  # of the time, from which a checkpoint is taken too often
+_OFTEN = 0.10  # part of the time from which checkpoints are too frequent
 _LOOKED_AT = 40  # longest pauses of a job that are looked at one by one
 
 
@@ -75,7 +75,7 @@ def _classed(evidence: StepEvidence, kind: str) -> tuple[int, Counter[str], list
     for step, gap in pauses[:_LOOKED_AT]:
         cause, place = step.cause(gap)
         if cause == "pause":
-            # What stacks tell to be a chore is that chore, announced to the meter or not.
+            # A pause that the stacks show to be a chore is that chore, announced to the meter or not.
             stacks = stacks_of(evidence, step, gap)
             stack = stacks.most_common(1)[0][0] if stacks else ()
             purpose = purpose_of(stack)
@@ -266,7 +266,7 @@ RULES = (
         RuleObserver(garbage_collection, 0.05, lines=_LATE),
         RuleObserver(recorded_collections, 0.05),
     ),
-    # They belong to the first steps; what a profile of later ones has of them is worth a word.
+    # Allocations and first uses belong to the first steps; a few in later steps are worth a word.
     Rule("allocation", RuleObserver(allocation, 0.03, lines=_LATE)),
     Rule("first-use", RuleObserver(first_use, 0.05, lines=_LATE)),
     Rule("graph-late", RuleObserver(graph_late, 0.05, lines=_LATE)),

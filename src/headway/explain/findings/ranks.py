@@ -12,11 +12,11 @@ from headway.explain.findings.rule import Observation, Rule, RuleObserver
 from headway.report import format_ms, format_share
 from headway.words import Argument
 
-# Why a rank comes late other than by more work.
+# Causes other than more work for which a rank comes late.
 _SLOW_CAUSES = frozenset({"speed", "idle.data", "idle.launch", "idle.sync", "idle.other", "copies", "aside"})
-# Of the time that ranks are waited for, from which one rank is slow: otherwise it is now this one and now that one.
+# Part of the ranks' waiting from which one rank is slow: below it the late rank changes from step to step.
 _MOSTLY = 0.8
-_BY_CHANCE = 0.5  # of the time that ranks wait for cores; ranks with equal work came a fifth of it apart
+_BY_CHANCE = 0.5  # part of the ranks' waiting for cores; ranks with equal work came a fifth of that apart
 _GATHERS = re.compile(r"all_?gather", flags=re.IGNORECASE)
 _REDUCES = re.compile(r"all_?reduce|reduce_?scatter", flags=re.IGNORECASE)
 
@@ -99,7 +99,7 @@ def _waited_for(
     """
     waits = {wait.step: wait for wait in evidence.waits if wait.cause in causes}
     costs = {step: round(wait.cost_ns * wait.explained) for step, wait in waits.items()}
-    of_rank: Counter[int] = Counter()  # what each rank cost the others [ns]
+    of_rank: Counter[int] = Counter()  # time that each rank cost the others [ns]
     for step in evidence.steps:  # once for each rank, all of which would take their step in less time
         if step.step in waits:
             of_rank[waits[step.step].rank] += costs[step.step]
@@ -116,7 +116,7 @@ def _waited_for(
         ns = min(ns, round(usual_ns * len(evidence.steps)))
         if not ns:
             return None
-        # Where ranks take cores from each other, one is late by chance for a part of what each of them waits for cores.
+        # Ranks that take cores from each other are late by chance, for a part of what each of them waits for cores.
         if evidence.is_cpu and ns < _BY_CHANCE * evidence.core_wait_ns:
             return None
     dearest = max(
@@ -258,7 +258,7 @@ RULES = (
     ),
     # An exchange per pass is a habit that costs more with every pass.
     Rule("reduces-each-pass", RuleObserver(reduces_each_pass, 0.03, lines=("communication",))),
-    # What is exchanged last and first in a step cannot hide.
+    # The last and the first exchange of a step cannot hide.
     Rule("exposed-gathers", RuleObserver(exposed_gathers, 0.05, lines=("communication",))),
     Rule("exposed-communication", RuleObserver(exposed_communication, 0.10, lines=("communication",))),
 )

@@ -11,8 +11,8 @@ from headway.meter.step_phases import REST
 from headway.report import format_share
 
 _REPEATED = 1.5  # times the tokens of the sequences, from which a frozen model has scored them more than once
-_FULL = 0.75  # of the device's memory, from which a larger batch has no room
-_BUSY = 0.9  # of the step, from which devices work all the time
+_FULL = 0.75  # part of the device's memory from which a larger batch has no room
+_BUSY = 0.9  # part of the step from which devices work all the time
 
 
 @dataclass(slots=True)
@@ -262,7 +262,7 @@ def no_overlap(evidence: RunEvidence) -> Observation | None:
     idle_ns = evidence.duration_ns - busy_ns
     waits = format_share(dearest.ns / evidence.duration_ns)
     of_devices = f"its {dearest.num_devices} devices" if dearest.num_devices > 1 else "its device"
-    # Where its devices never stand still, overlap gains nothing, and more of them do.
+    # Overlap gains nothing if the phase's devices never stand still; more devices do.
     if busy_ns >= _BUSY * evidence.duration_ns:
         return Observation(
             dearest.ns,

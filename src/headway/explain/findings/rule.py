@@ -20,7 +20,8 @@ class TimeOf(Enum):
     BESIDE = "between the steps of a run"
 
 
-OF_A_WHOLE_RUN = (TimeOf.RUN, TimeOf.BESIDE)  # whose observers read all steps; others those without slow first ones
+# Observers of these read all steps, other observers the steps behind slow first ones.
+OF_A_WHOLE_RUN = (TimeOf.RUN, TimeOf.BESIDE)
 
 
 class FindingPlace(IntEnum):

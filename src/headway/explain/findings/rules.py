@@ -21,9 +21,9 @@ from headway.report.step_lines import NAMES, SLOW
 
 _SUBJECTS = (host, pauses, loops, optimizer, patterns, device, ranks, rollout, series)
 RULES: tuple[Rule, ...] = tuple(rule for subject in _SUBJECTS for rule in subject.RULES)
-LEAST = 0.20  # of the steps
+LEAST = 0.20  # part of the steps from which a loss without a named cause is a finding
 _NO_LOSS = ("useful", MATMUL, "ceiling")
-_COVERED = 0.25  # of a loss, from which a finding counts as one about it
+_COVERED = 0.25  # part of a loss from which other findings explain it
 _NOT_KNOWN_MESSAGE = "not known: the trace holds no evidence of one."
 _LOOK_HINT = {
     "idle": "the trace in https://ui.perfetto.dev at the longest gap; a profile with stacks (with_stack=True, or "
@@ -44,7 +44,7 @@ def find(steps: StepEvidence | None = None, run: RunEvidence | None = None) -> t
         costs nothing yet, what names no cause, and what passes by itself.
     """
     findings: dict[str, tuple[FindingPlace, Finding]] = {}
-    covered: list[tuple[str, int]] = []  # of each finding so far, the lines that its loss lies in, and the loss
+    covered: list[tuple[str, int]] = []  # findings so far: the lines that the loss lies in, and the loss [ns]
     named_ns = 0  # time in the steps that findings so far name a cause of, without the wait for data
     for name, observer, evidence in _asked(steps, run):
         observation = None if name in findings else observer.look(evidence)
@@ -52,7 +52,7 @@ def find(steps: StepEvidence | None = None, run: RunEvidence | None = None) -> t
             continue
         time = observation.time or observer.time
         counted = run.steady if evidence is run and time not in OF_A_WHOLE_RUN else evidence
-        # Of time between the steps a loss is a share of both together.
+        # A loss between the steps is a part of the steps and the time between them together.
         lost_ns = max(0, observation.ns - (named_ns if observer.place is FindingPlace.VAGUE else 0))
         beside_ns = sum(counted.beside_ns.values()) if time is TimeOf.BESIDE else 0
         total_ns = beside_ns + (counted.full_ns if time is TimeOf.MACHINE else counted.duration_ns)
@@ -96,7 +96,8 @@ def _finding(
     """Make the finding of an observation: its loss as a share of a time, and MFU with and without it."""
     mfu_ns = evidence.full_ns + beside_ns  # MFU is that of the steps as they were measured
     lost_ns, useful_ns, mfu_to = min(round(lost_ns), total_ns), evidence.useful_ns, None
-    is_promise = place not in (FindingPlace.VAGUE, FindingPlace.UNEXPLAINED)  # whose losses are bounds
+    # Losses of findings at these places are bounds.
+    is_promise = place not in (FindingPlace.VAGUE, FindingPlace.UNEXPLAINED)
     if is_promise and useful_ns is not None and 0 < lost_ns < total_ns:
         mfu_to = min(evidence.most_mfu, useful_ns / (mfu_ns - lost_ns))
     advice = observation.next

@@ -28,7 +28,7 @@ _PROFILE = "a profile (run.profile of `headway train`, `headway.profile` in othe
 
 
 CHANGED = "changed-speed"
-_MOST_STAGES = 8  # of a run; sources that come and go more often are a mixture
+_MOST_STAGES = 8  # stages of a run; sources that come and go more often are a mixture
 
 
 def changed(evidence: RunEvidence) -> Observation | None:
@@ -49,7 +49,7 @@ def _speed_change(evidence: RunEvidence, *, is_slower: bool) -> Observation | No
         return None
     factor = max(usual_before, usual_after) / min(usual_before, usual_after)
     fast, slow = (usual_before, after) if is_slower else (usual_after, before)
-    # What else changed at that step is the likely cause; where nothing did, it lies outside of the loop.
+    # Another change at the same step is the likely cause; without one the cause lies outside of the loop.
     steps = [step for _, step in before], [step for _, step in after]
     differences, alike = _differences(*steps)
     first, last, at = steps[0][0].step, steps[1][-1].step, steps[1][0].step
@@ -136,7 +136,7 @@ def _differences(before: Sequence[RunStep], after: Sequence[RunStep]) -> tuple[l
     differences: list[str] = []
     alike: list[str] = []
     tokens = [median(counts) for part in (before, after) if (counts := [step.tokens for step in part if step.tokens])]
-    if len(tokens) == 2:  # of both parts
+    if len(tokens) == 2:  # both parts have tokens
         changes = abs(tokens[1] / tokens[0] - 1) > 0.1
         (differences if changes else alike).append(
             f"lengths ({tokens[0]:,.0f} and {tokens[1]:,.0f} tokens a step)" if changes else "lengths"
@@ -182,7 +182,7 @@ def unstable(evidence: RunEvidence) -> Observation | None:
     # Steps of one shape vary by 2 % on a device of their own; on a CPU that others use as well 1.9 times were seen.
     if high < 2 * low:
         return None
-    # What comes and goes crosses the middle more than once; a speed that changes once is no unsteadiness.
+    # An unsteady speed crosses the middle more than once; a speed that changes once has another finding.
     sides = [rate > (low + high) / 2 for rate, _ in rated]
     if sum(before != after for before, after in pairwise(sides)) < 2:
         return None
@@ -202,7 +202,7 @@ def unstable(evidence: RunEvidence) -> Observation | None:
 def slow_now_and_then(evidence: RunEvidence) -> Observation | None:
     """A few steps that take over twice the usual time for their work."""
     rated = _rated(evidence)
-    if len(rated) < 20:  # so that a tenth of them is two
+    if len(rated) < 20:  # a tenth of the steps must be two at least
         return None
     usual = median(rate for rate, _ in rated)
     slow = [(rate, step) for rate, step in rated if rate < usual / 2]
@@ -282,7 +282,7 @@ def compiled_again(evidence: RunEvidence) -> Observation | None:
 def compiling(evidence: RunEvidence) -> Observation | None:
     """Compiling that takes long beside the steps, though it is over after the first ones."""
     compile_ns = evidence.beside_ns.get("compile", 0)
-    if compiled_again(evidence) is not None:  # which has a finding of its own
+    if compiled_again(evidence) is not None:  # compiling again has a finding of its own
         return None
     return Observation(
         compile_ns,

@@ -85,7 +85,7 @@ def measure(
                 stderr=subprocess.PIPE,
                 text=True,
                 errors="replace",
-                start_new_session=True,  # its data workers end with it
+                start_new_session=True,  # data workers of the run end with it
             )
         try:
             _, stderr = process.communicate(timeout=limit_s)
