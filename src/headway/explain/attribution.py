@@ -39,7 +39,7 @@ class Chore(StrEnum):
 
 
 class Phase(StrEnum):
-    """Activity of a step; the values of the first seven are those of annotations `phase:NAME`."""
+    """Activity of a step; the first seven have the values of annotations `phase:NAME`."""
 
     DATA_WAIT = "data_wait"
     FORWARD = "forward"
@@ -162,7 +162,7 @@ def attribute(trace: Trace) -> Attribution:
 def _surroundings_of_forward(
     context: Surroundings, contexts: list[Surroundings], forwards: Mapping[int, int]
 ) -> Surroundings:
-    """Find what lies around the forward operator that an event of backward differentiates."""
+    """Find the surroundings of the forward operator that an event of backward differentiates."""
     forward = forwards.get(context.backward, NONE)
     return contexts[forward] if forward != NONE else _NOWHERE
 
@@ -175,7 +175,7 @@ def _pass(context: Surroundings, contexts: list[Surroundings], forwards: Mapping
 
 
 def _contexts(trace: Trace) -> list[Surroundings]:
-    """Find what lies around each event: events of a thread nest, and those of `trace.host` come outer ones first."""
+    """Find the surroundings of each event: events of a thread nest, and `trace.host` has outer events first."""
     host, names = trace.host, trace.names
     contexts: list[Surroundings] = []
     # Open events: end, kind, surroundings of the events within, index.

@@ -132,7 +132,7 @@ class NeededWork:
         return frozenset(own | self._within.get(module, set()))
 
     def flops_run(self, step: int) -> dict[str, int]:
-        """FLOPs that each component ran in a step: useful ones, and those run again; {} without the step's workload."""
+        """FLOPs that each component ran in a step, useful and recomputed; {} without the step's workload."""
         if str(step) not in self._steps:
             return {}
         ran = self._useful(step)

@@ -1,4 +1,4 @@
-"""Two explanations line by line: what got better and what worse, in seconds per step, for programs and for people."""
+"""Two explanations line by line: which lines got better and worse, in seconds per step, for programs and for people."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -153,7 +153,7 @@ def compare(a: tuple[str, JobExplanation], b: tuple[str, JobExplanation]) -> Com
 
 
 def _in_both_orders(first: list[str], second: list[str]) -> list[str]:
-    """Keys of both: those of the first in their order, each of the second's own behind the one before it there."""
+    """Keys of both jobs in the first job's order; a further key of the second job stands behind the key before it."""
     keys = list(first)
     for place, key in enumerate(second):
         if key not in keys:

@@ -66,7 +66,7 @@ _REDUCING = re.compile(
 
 
 class Kind(IntEnum):
-    """Kind of an event: the first three on the device, the others on the host."""
+    """Kind of an event: the first three kinds are the device's, the other kinds the host's."""
 
     KERNEL = 0
     MEMCPY = 1
@@ -150,7 +150,7 @@ class Operands:
 
     @classmethod
     def read(cls, dims: Any, types: Any, strides: Any) -> Self:
-        """Take what the profiler wrote; an argument that is not written as expected counts as no tensor."""
+        """Read the operands that the profiler wrote; an argument in an unexpected form counts as no tensor."""
         dims, types, strides = (column if isinstance(column, list) else [] for column in (dims, types, strides))
         sizes: list[tuple[int, ...]] = []
         kinds: list[str] = []
@@ -273,7 +273,7 @@ class Trace:
 
 
 def _numel_of_list(sizes: Any) -> int:
-    """Elements of all tensors of a list by their sizes; 0 where these are not told."""
+    """Elements of all tensors of a list by their sizes; 0 if the sizes are unknown."""
     is_told = isinstance(sizes, list) and all(map(_is_size, sizes))
     return sum(map(math.prod, sizes)) if is_told else 0
 

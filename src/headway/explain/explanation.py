@@ -364,7 +364,7 @@ def operand_traffic(measured: MeasuredTrace, step: MeasuredStep, bytes_per_s: fl
 
 
 def _most_bytes(ns: int, bytes_per_s: float | None, *, is_cpu: bool) -> float:
-    """Bytes that a device can have moved in a time: from its caches what fits into them, the rest from its memory."""
+    """Bytes that a device can have moved in a time: its caches' size from the caches, the rest from its memory."""
     memory_bytes_per_s = bytes_per_s or (_FASTEST_CPU_BYTES_PER_S if is_cpu else _FASTEST_BYTES_PER_S)
     from_caches = min(_CACHE_SPEED * memory_bytes_per_s * ns / 1e9, _LARGEST_CACHE)
     return from_caches + memory_bytes_per_s * ns / 1e9

@@ -219,7 +219,7 @@ def _identifier(name: str) -> str:
 
 
 def _mangled_identifier(name: str) -> str:
-    """The last part of a nested name as Itanium's C++ ABI mangles it: each part has its length before it."""
+    """The last part of a nested name as Itanium's C++ ABI mangles it, which writes a length before each part."""
     at, part = len("_ZN"), ""
     while match := re.compile(r"\d+").match(name, at):
         begin = match.end()
@@ -233,7 +233,7 @@ _MANGLED = re.compile(r"S[0-9A-Z]*_|T\d*_|L[a-z]n?\d+E|DF\d+b?|(\d+)")
 
 
 def readable_name(name: str) -> str:
-    """Shorten a kernel's signature to what tells it from others.
+    """Shorten a kernel's signature to the parts that distinguish it from other kernels.
 
     Left out are its result, namespaces and parameters, the lengths of lists, and numbers that begin its arguments.
 

@@ -148,7 +148,7 @@ class MeasuredTrace:
 
     @property
     def events(self) -> Events:
-        """The events that `OwnedTime.event` counts: those of the device, of the host where there is no device."""
+        """The events that `OwnedTime.event` counts: the device's, or the host's if there is no device."""
         return self.trace.host if self.trace.is_cpu_only else self.trace.device
 
     def operator_of(self, event: int) -> int:
@@ -212,7 +212,7 @@ def _of_one_device(trace: Trace, notes: list[str]) -> Column:
 
 
 def _operators(trace: Trace, attribution: Attribution) -> Column:
-    """Find what takes a kernel's place on a CPU: operators of the steps' thread, and collectives of any thread."""
+    """Find the events in a kernel's place on a CPU: operators of the steps' thread, and collectives of any thread."""
     track = trace.step_track
     if track == NONE:
         tracks, counts = np.unique(trace.host.track[trace.host.kind == Kind.OPERATOR], return_counts=True)

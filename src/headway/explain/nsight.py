@@ -88,7 +88,7 @@ class _Export:
         return {"deviceProperties": [{"name": str(name)} for (name,) in devices]}
 
     def _process(self) -> int | None:
-        """The process whose kernels took longest: numbers of launches are counted in each by itself."""
+        """The process whose kernels took longest, since each process numbers its launches by itself."""
         if "globalPid" not in self._columns[_KERNELS]:
             return None
         query = f"SELECT globalPid, SUM(end - start) AS ns FROM {_KERNELS} GROUP BY globalPid ORDER BY ns DESC"

@@ -70,7 +70,7 @@ class Owners:
         return took
 
     def flops_run(self, step: int) -> dict[str, int]:
-        """FLOPs that ran in a step by owner, those of activation checkpointing included."""
+        """FLOPs that ran in a step by owner, recomputation by activation checkpointing included."""
         ran: dict[str, int] = {}
         for component, flops in self._budget.flops_run(step).items():
             owner = self.of_component(component)

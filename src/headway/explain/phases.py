@@ -55,7 +55,7 @@ class PhaseLine:
 
     @property
     def bound(self) -> str:
-        """Name for people of what bounds the phase; "" where that is not known."""
+        """Name for people of the bound of the phase; "" if it is unknown."""
         if self.num_devices:
             return "other devices"
         if self.name == ASIDE or not self.flops:

@@ -1,4 +1,4 @@
-"""The rank that the others waited for, and why: more work, a slower device, or time in which it did not compute."""
+"""The rank that the other ranks wait for, and why: more work, a slower device, or time in which it did not compute."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -47,7 +47,7 @@ class RankStep:
 
 @dataclass(frozen=True, slots=True)
 class WaitedFor:
-    """The rank that the others waited for longest in a step, and why.
+    """The rank that the other ranks waited for longest in a step, and why.
 
     Attributes:
         step: number of the step.

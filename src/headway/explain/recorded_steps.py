@@ -17,7 +17,7 @@ _MOST_STEPS = 2**53  # a larger number is no float
 
 @dataclass(frozen=True, slots=True)
 class RecordedStep:
-    """One record of steps, checked: what all of explain needs of it."""
+    """One record of steps, checked, with the entries that all of explain needs."""
 
     step: int
     num_steps: int
@@ -32,7 +32,7 @@ class RecordedStep:
         return round((quantity(self.record.get(name)) or 0.0) * 1e9) // self.num_steps
 
     def phases_ns(self) -> dict[str, int]:
-        """Phases of a step [ns], as those of the sampled steps divide it; none where no step was sampled."""
+        """Phases of a step [ns], divided as in the sampled steps; none where no step was sampled."""
         times = self.record.get("phases_s")
         seconds = {} if not isinstance(times, Mapping) else {str(k): quantity(s) or 0.0 for k, s in times.items()}
         total_s = sum(seconds.values())
@@ -42,7 +42,7 @@ class RecordedStep:
 
 
 class _RecordSeries:
-    """The records of a run, in a bounded number: those of a long run are joined with their neighbours into windows.
+    """The records of a run, in a bounded number: neighbours in a long run are joined into windows.
 
     Args:
         single: number of a step whose record is joined with no other.
@@ -98,7 +98,7 @@ def _joined(before: RecordedStep, after: RecordedStep, single: int | None) -> Re
 
 
 def read_steps(path: Path, single: int | None) -> tuple[list[RecordedStep], list[str]]:
-    """Read the records of steps, each step once, and say what else the file holds."""
+    """Read the records of steps, each step once, and describe the rest of the file."""
     series = _RecordSeries(single)
     # Lines of other kinds and damaged lines are counted, so that the notes say what is left out.
     others, timeless, unreadable = 0, 0, list[int]()
@@ -143,7 +143,7 @@ def _whole(entry: RecordedStep) -> RecordedStep:
 
 
 def _notes(path: Path, unreadable: list[int], series: _RecordSeries, *, timeless: int, is_torn: bool) -> list[str]:
-    """Say what is not shown of a file, line by line."""
+    """Name the lines of a file that are not shown."""
     notes = []
     if is_torn:
         unreadable.pop()

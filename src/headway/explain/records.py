@@ -1,4 +1,4 @@
-"""A run's records as waterfalls: what its counters tell of every step, without a trace.
+"""A run's records as waterfalls: the evidence of its counters on every step, without a trace.
 
 Records are those of `headway train`, `Meter` and every integration (docs/metering.md): one of each step, or of each
 window of steps, of all ranks together.
@@ -122,7 +122,7 @@ def find_in_records(records: Iterable[Mapping[str, Any]], memory_bytes: int | No
 
 
 def _counted(entries: list[RecordedStep]) -> list[RecordedStep]:
-    """The records of counted steps; all where there are no others."""
+    """The records of counted steps; all records if there are no such steps."""
     return [entry for entry in entries if not entry.is_left_out] or entries
 
 
@@ -146,7 +146,7 @@ def _findings(entries: list[RecordedStep], waterfalls: list[StepWaterfall], run:
 
 
 def _unprofiled(entries: list[RecordedStep]) -> list[int]:
-    """Find the records that are judged: those that a profile made slower only where there are no others."""
+    """Find the records to judge: records that a profile made slower only if there are no other ones."""
     numbers = [as_number(entry.record.get("num_profiled")) or 0.0 for entry in entries]
     usual = [place for place, entry in enumerate(entries) if 2 * numbers[place] <= entry.num_steps]
     return usual or list(range(len(entries)))

@@ -1,4 +1,4 @@
-"""Facts that the user states of a trace without them: model, workload and device, checked against what ran.
+"""Facts that the user states of a trace without any: model, workload and device, checked against what ran.
 
 They become the facts that Headway writes into its own traces, so that whatever reads those reads other people's too.
 """
@@ -153,7 +153,7 @@ def note_on_products(measured: MeasuredTrace, steps: Sequence[MeasuredStep], wor
 
 
 def _check_paths(paths: set[str], work: StatedWork, source: str) -> None:
-    """Refuse a model whose modules are not those that ran."""
+    """Refuse a model whose modules differ from the modules that ran."""
     # A path that differs from one of ours in a number alone: a model of the same family with other layers.
     ours = {path for row in work.cost_model.rows for path in _around(row.module)}
     alike = {_folded(path) for path in ours}

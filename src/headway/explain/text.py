@@ -163,7 +163,7 @@ def _dearest(waterfall: StepWaterfall | MeanWaterfall) -> WaterfallLine | None:
 
 
 def _waterfall(title: str, mean: MeanWaterfall, median_step: StepWaterfall) -> ReportSection:
-    """Lines of the mean; of several steps with those of the median one beside them."""
+    """Lines of the mean; for several steps with the lines of the median step beside them."""
     has_mfu, has_median = mean.mfu is not None, mean.num_steps > 1
     headings = ["where the time went", "ms", "share"]
     headings += [*(["MFU without"] if has_mfu else []), *(["median ms"] if has_median else []), ""]
@@ -235,7 +235,7 @@ def _of_traffic(traffic: OperandTraffic) -> str:
 
 
 def _of_ranks(explanation: JobExplanation, shown: StepWaterfall) -> list[str]:
-    """Sentences on the rank that the others waited for in the step, if it was worth a word."""
+    """Sentences on the rank that the other ranks waited for in the step, if the wait was worth a word."""
     return [
         f"{wait.sentence()}."
         for wait in explanation.waited_for

@@ -330,7 +330,7 @@ class _Values:
         self._lines = 1  # number of the line in which the part in hand begins
 
     def read(self, on_event: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-        """Hand over each object of `traceEvents`, and return what stands beside them: nothing beside a bare list.
+        """Hand over each object of `traceEvents`, and return the other entries: none beside a bare list.
 
         Raises:
             ConfigError: the text is cut off, or no trace.

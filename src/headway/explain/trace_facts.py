@@ -48,7 +48,7 @@ class Collectives:
 
 @dataclass(frozen=True, slots=True)
 class TraceFacts:
-    """A trace measured, and what it or the user tells of its work and its device.
+    """A measured trace, with the facts that the trace or the user gives of its work and its device.
 
     Attributes:
         measured: the trace.
@@ -66,7 +66,7 @@ class TraceFacts:
 
 
 def gather_facts(trace: Trace, work: StatedWork | None, device: str | None, *, as_one_step: bool) -> TraceFacts:
-    """Measure a trace and gather what it, and the user, say of its work and device.
+    """Measure a trace, and gather the facts that the trace and the user give of its work and device.
 
     Args:
         trace: the trace.
@@ -225,7 +225,7 @@ def _collectives(measured: MeasuredTrace) -> Collectives:
 
 
 def waiting_in(own: Collectives, step: MeasuredStep, others: Sequence[Collectives]) -> list[int] | None:
-    """Compute how long a rank waits for each of the others in a step's exposed communication [ns].
+    """Compute how long a rank waits for each other rank in a step's exposed communication [ns].
 
     A collective takes the shortest time on the rank that came last, and for that rank the others wait. None where no
     other rank has the same collectives.

@@ -1,4 +1,4 @@
-"""Files in which traces come: plain or compressed JSON, or an archive of several, told by their first bytes.
+"""Files in which traces come: plain or compressed JSON, or an archive of several, recognised by their first bytes.
 
 Nothing is written to disk and no name in an archive is followed: members are read as they stand, up to a limit.
 """
@@ -85,7 +85,7 @@ def is_database(path: Path) -> bool:
 
 
 def foreign_kind(path: Path, beginning: bytes) -> str | None:
-    """Name what a file is that can be neither a trace nor a log; None where it may be one.
+    """Name the kind of a file that can be neither a trace nor a log; None if the file may be one.
 
     Args:
         path: the file.

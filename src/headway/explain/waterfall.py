@@ -236,7 +236,7 @@ def _waterfall(facts: TraceFacts, step: MeasuredStep, others: Sequence[Collectiv
 
 
 def _spent(measured: MeasuredTrace, step: MeasuredStep) -> tuple[Counter[str], dict[str, dict[str, int]]]:
-    """Time of each line that the trace tells by itself, and what it consists of."""
+    """Time of each line that the trace shows by itself, and its parts."""
     spent: Counter[str] = Counter()
     of_line: dict[str, Counter[str]] = {key: Counter() for key in NAMES}
     attribution, idle = measured.attribution, step.idle

@@ -74,7 +74,7 @@ def step_windows(
 
 
 def _whole(trace: Trace, which: Column) -> StepWindow:
-    """From the first event of the device to the last: what the host did before it may be no training at all."""
+    """Window from the first event of the device to the last: the host's work before it may be no training at all."""
     events = trace.host if trace.is_cpu_only else trace.device.take(which)
     window = StepWindow(_WHOLE_TRACE, int(events.start_ns.min()), int(events.end_ns.max()))
     # Threads that only wait have frames of Python stacks as well, so these tell nothing of how long the host worked.
@@ -146,7 +146,7 @@ def _on_device(trace: Trace, launch: Column, computes: Column, which: Column) ->
 
 
 def _step_of(trace: Trace, launch: Column, which: Column) -> Column:
-    """Find the place in `trace.steps` of the step that launched each event; NONE where it is none of them."""
+    """Find the place in `trace.steps` of the step that launched each event; NONE for other events."""
     host_starts = np.array([start for _, start, _ in trace.steps], dtype=np.int64)
     launches = launch[which]
     launched_at = trace.host.start_ns[np.maximum(launches, 0)]

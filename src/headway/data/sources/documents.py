@@ -12,7 +12,7 @@ from headway.data.sources.text_rows import decoded
 from headway.errors import ConfigError
 
 SampleBy = Literal["paragraph", "line", "document"]
-"""Unit that makes one document; the names are those of `datasets`' text loader."""
+"""Unit that makes one document, by the names of `datasets`' text loader."""
 
 DTYPES = ("uint16", "uint32", "int32", "int64")
 _CHUNK_TOKENS = 2**20

@@ -1,4 +1,4 @@
-"""Files of a dataset, local or behind any fsspec URL: found, told apart when they change, opened and decompressed."""
+"""Files of a dataset, local or behind any fsspec URL: listing, identity, opening and decompression."""
 
 import gzip
 import hashlib
@@ -58,12 +58,12 @@ class File:
 
     @property
     def changed(self) -> str:
-        """Time of modification of a local file [ns]; what a remote store says instead."""
+        """Time of modification of a local file [ns], or a remote store's stamp of the content."""
         return self.stamp.rpartition("-")[2] if self.is_local else self.stamp
 
     @property
     def has_tag(self) -> bool:
-        """True if a remote store says of its content what changes with it."""
+        """True if a remote store has a stamp that changes with the content."""
         return "=" in self.stamp
 
     @property
@@ -108,7 +108,7 @@ class File:
                 self.check(Path(self.url).stat())
 
     def check_head(self, head: bytes) -> None:
-        """Refuse what other programs leave in place of data.
+        """Refuse the files that other programs leave in place of data.
 
         Args:
             head: the first `HEAD_BYTES` as stored.
@@ -191,7 +191,7 @@ def _found(path: str) -> tuple[list[File], str | None]:
 
 
 def _kind(system: Any, inside: str) -> str | None:
-    """Either "file" or "directory"; None of what is not there. fsspec's `isfile` would take any failure for a no."""
+    """Either "file" or "directory"; None of a missing path. fsspec's `isfile` would take any failure for a no."""
     if isinstance(system, LocalFileSystem):
         return "file" if system.isfile(inside) else "directory" if system.isdir(inside) else None
     try:
@@ -289,7 +289,7 @@ class _Handle:
         self.check()
 
     def check(self) -> None:
-        """Make sure that the file is as it was found; a run reads it for days."""
+        """Make sure that the file has not changed since it was listed; a run reads it for days."""
         self._file.check(os.fstat(self.number))
 
     def __del__(self) -> None:
@@ -301,7 +301,7 @@ _handle = lru_cache(maxsize=_OPEN_FILES)(_Handle)
 
 
 def cached_path(file: File, purpose: str) -> Path:
-    """Name the place in the cache for what is derived from a file as it is now."""
+    """Name the place in the cache for data derived from the file's present content."""
     place = file.url if not file.is_local else str(Path(file.url).resolve())
     digest = hashlib.sha256(f"{place}\n{file.stamp}\n{purpose}".encode()).hexdigest()
     return cache_root() / "rows" / digest[:32]

@@ -61,7 +61,7 @@ def identify(sources: Sequence[Source]) -> Identities:
 
 
 def with_hashes(files: Identities, sources: Sequence[Source]) -> Identities:
-    """Add hashes to identities. A remote file whose store gives it a tag is known by that instead.
+    """Add hashes to identities. A remote file with a tag of its store is known by the tag.
 
     Raises:
         DataError: a file cannot be read, or changed while it was.
@@ -122,7 +122,7 @@ def _change(old: FileIdentity, new: FileIdentity, verify: Verify, times: bool) -
 
 
 def changes_since(saved: object, now: Identities, verify: Verify, *, times: bool) -> list[str]:
-    """Describe the files that changed since a checkpoint, from what it holds of them.
+    """Describe the files that changed since a checkpoint, by the identities in the checkpoint.
 
     Raises:
         CheckpointError: it holds something else.
@@ -200,7 +200,7 @@ def content_sha256(path: Path) -> str:
 
 
 def content_mark(path: Path, full_bytes: int = 2**24, spots: int = 256) -> str:
-    """A digest of a local file: of its content, or if it is large, of its size and of spots spread evenly over it.
+    """A digest of a local file: of its content, or for a large file, of its size and of spots spread evenly over it.
 
     Args:
         path: of the file.

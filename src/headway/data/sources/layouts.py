@@ -306,7 +306,7 @@ def _fitting(kinds: Kinds, schema: str, mapped: frozenset[str], least_rank: int 
 
 
 def _roles(layout: Layout, kinds: Kinds, mapped: frozenset[str]) -> list[tuple[str, str]]:
-    """Columns that a layout reads of those that a row has, and their roles: one column for each."""
+    """Columns of a row that a layout reads, and their roles: one column for each role."""
     roles = [(name, role) for name, role in layout.columns if name != MEDIA]
     wanted = [*layout.reads, *((name, name) for name in _IN_CHATS if layout.makes != "document")]
     if layout.schema == "rejected":  # beside a chat, whose columns are its own

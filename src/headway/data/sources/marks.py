@@ -102,13 +102,13 @@ def sense_of(name: str) -> int | None:
 
 
 def speaks_of_learning(name: str) -> bool:
-    """Tell whether a column that is not read is refused, or may be a mark of what is learnt."""
+    """Tell whether an unread column is refused, or may be a mark of learning."""
     return name in REFUSED_COLUMNS or (name not in HARMLESS_COLUMNS and sense_of(name) is not None)
 
 
 @lru_cache(maxsize=1024)
 def learning_keys(keys: tuple[str, ...]) -> tuple[str, ...]:
-    """Those of a turn's keys that speak of learning."""
+    """Keys of a turn that speak of learning."""
     return tuple(key for key in keys if sense_of(key) is not None)
 
 
@@ -121,7 +121,7 @@ def round_keys(keys: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _says_learnt(name: str, value: Any) -> bool | None:
-    """A mark's word on what it stands at: learnt or not; None of one that does not say it plainly."""
+    """A mark's word on its turn or row: learnt or not; None of a mark that does not say so plainly."""
     sense = sense_of(name)
     return (value == 1) is (sense == 1) if sense and type(value) in (bool, int, float) and value in (0, 1) else None
 
@@ -151,7 +151,7 @@ def check_columns_of(fields: Mapping[str, Any], *, ways: str, is_chat: bool = Tr
 
 
 def _is_mark(name: str, value: Any) -> bool:
-    """Tell a column that speaks of learning from others, such as a picture of a mask."""
+    """Tell a column that speaks of learning from one that does not, such as a picture of a mask."""
     if name in HARMLESS_COLUMNS or sense_of(name) is None or value in (None, "", [], {}):
         return False
     return not isinstance(value, bytes | dict) and not (isinstance(value, str) and kind_of(value))
@@ -215,7 +215,7 @@ def _with_marks(messages: tuple[Message, ...], name: str, marks: list[Any]) -> t
 
 
 def only_answer(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """Turns of a chat, of which only those behind the last one of the user are learnt."""
+    """Turns of a chat, learnt only behind the last turn of the user."""
     question_end = behind_question(messages)
     return unlearnt(messages[:question_end]) + tuple(messages[question_end:])
 
@@ -263,7 +263,7 @@ def check_part(part: Mapping[str, Any], where: str) -> None:
 
 
 def unread_keys(fields: Mapping[str, Any], roles: Mapping[str, str]) -> set[str]:
-    """Columns of a row and keys of its turns and parts that are neither read, nor repeat what is, nor are harmless.
+    """Columns of a row, and keys of its turns and parts, that are neither read, nor repetitions, nor harmless.
 
     >>> row = {"messages": [{"role": "user", "content": "Hi", "mood": 1}], "id": 1, "good": False}
     >>> sorted(unread_keys(row, {"messages": "messages"}))

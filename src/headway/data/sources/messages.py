@@ -66,7 +66,7 @@ _MARKER = re.compile(f"<({'|'.join(KINDS)})>")
 
 
 def words_of(value: Any) -> str | None:
-    """A string as it is, a number, true or false as JSON writes it; None of anything else.
+    """A string as it is, a number, true or false as JSON writes it; None of any other value.
 
     >>> words_of("a"), words_of(3), words_of(0.5), words_of(True), words_of([])
     ('a', '3', '0.5', 'true', None)
@@ -186,7 +186,7 @@ def _with_role(turn: Any, where: str) -> Any:
 
 
 def rounds_as_turns(entries: Iterable[Any]) -> list[Any]:
-    """Turns, of which some may be written as rounds of two."""
+    """Turns, some of them perhaps written as rounds of two."""
     return [turn for entry in entries for turn in _turns_of_round(entry)]
 
 
@@ -375,7 +375,7 @@ def _read_part(part: Any, media: RowMedia, markers: set[str], where: str) -> tup
 
 
 def _rate_of(part: dict[str, Any]) -> float:
-    """Frames per second of a part whose video is a list of frames, which takes the place of a file's own."""
+    """Frames per second of a part whose video is a list of frames, in place of a file's own rate."""
     key = next((key for key in _RATES if part.get(key) is not None), None)
     _refuse_cuts({name: value for name, value in part.items() if name not in _RATES})
     if key is None:

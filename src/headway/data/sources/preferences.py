@@ -265,7 +265,7 @@ def _columns_of_marks(fields: Row) -> list[str]:
 
 
 def _ranked_answers(fields: Row, name: str) -> list[str]:
-    """The answers of a ranked list, best first, without those that do not differ from the best.
+    """The answers of a ranked list, best first, without answers that are no worse than the best.
 
     Left out are answers without a rating, answers that are as good as the best, and a second answer of the same words.
     """
@@ -356,7 +356,7 @@ def _number_of(value: Any) -> float | None:
 
 
 def beginning_as(chat: Chat, others: Sequence[Chat]) -> Chat:
-    """A chat whose first turns are those of another, where they are equal: a long prompt is held once."""
+    """A chat that shares its first turns with another chat, where they are equal: a long prompt is held once."""
     first = others[0].messages if others else ()
     shared = takewhile(lambda turns: turns[0] == turns[1], zip(first, chat.messages, strict=False))
     turns = tuple(turn for turn, _ in shared)

@@ -117,7 +117,7 @@ class Reader(ABC):
 
     @abstractmethod
     def _read(self, start: int) -> Iterator[Raw]:
-        """Rows in order; those before `start - 1` may be left out. Raises whatever libraries do at a damaged file."""
+        """Rows in order; rows before `start - 1` may be left out. Raises whatever libraries do at a damaged file."""
 
     def _damaged(self, row: int, damage: str) -> Raw:
         """The row that tells of a damage."""

@@ -194,7 +194,7 @@ class RowMedia:
         return Media(below(self._root, kind, name))
 
     def _path_of(self, uri: str) -> str:
-        """The path in a file URI, as qwen-vl-utils takes it; with its escapes read where it is not there otherwise.
+        """The path in a file URI, as qwen-vl-utils takes it; with its escapes read if no such file is there.
 
         Source: RFC 8089; qwen-vl-utils 0.0.14, `fetch_image`, which takes what follows file://.
         """

@@ -200,7 +200,7 @@ class Source:
         return self.shards[number], int(row) - self.starts[number]
 
     def notes(self, rows: int = 20, files: int = 16) -> list[str]:
-        """Notes on the first files: images nearly black, and those of `Shard.notes`, each once.
+        """Notes on the first files: images nearly black, and the notes of each shard, each once.
 
         Args:
             rows: how many of each file are looked at.

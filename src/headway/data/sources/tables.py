@@ -39,7 +39,7 @@ class TableReader(Reader):
 
     @abstractmethod
     def batches(self, start: int) -> Iterator[tuple[int, pa.RecordBatch]]:
-        """Record batches in order, each with the row it begins at; those that end before `start` may be left out."""
+        """Record batches in order, each with its first row; batches that end before `start` may be left out."""
 
     def parse(self, content: pa.RecordBatch) -> ParsedRow:
         """Take the only row of a batch."""

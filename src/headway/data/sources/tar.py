@@ -1,4 +1,4 @@
-"""WebDataset shards: tar archives whose members, where they share a key, are one sample."""
+"""WebDataset shards: tar archives in which members with the same key are one sample."""
 
 import io
 import re
@@ -89,7 +89,7 @@ class Tar(SpanReader):
 
 
 class _Window:
-    """A stream of which the last bytes read can be had again."""
+    """A stream that keeps the last bytes read, so that they can be read again."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream, self._bytes, self._start = stream, bytearray(), 0
@@ -105,7 +105,7 @@ class _Window:
         return content
 
     def cut(self, start: int, stop: int) -> bytes:
-        """Bytes of the stream; what lies before `stop` is forgotten."""
+        """Bytes of the stream; bytes before `stop` are forgotten."""
         content = bytes(self._bytes[start - self._start : stop - self._start])
         del self._bytes[: stop - self._start]
         self._start = stop
@@ -122,6 +122,6 @@ def _opened(data: bytes) -> tarfile.TarFile:
 
 
 def _key_of(member: tarfile.TarInfo) -> str:
-    """A member's key; empty for folders and for what belongs to no sample, such as hidden files."""
+    """A member's key; empty for folders and for members of no sample, such as hidden files."""
     match = None if member.isdir() else _KEY.match(member.name)
     return match[1] if match and not match[1].rpartition("/")[2].startswith("__") else ""

@@ -147,7 +147,7 @@ class DelimitedReader(SpanReader):
     unit = "line"
 
     def records(self, stream: BinaryIO) -> Iterator[Record]:
-        """Rows in order: lines, those joined through which a value in quotes runs.
+        """Rows in order: lines, joined where a value in quotes runs through several.
 
         Raises:
             EOFError: a value in quotes does not end.
@@ -314,7 +314,7 @@ def json_or_words(words: str) -> Any:
 
 
 class Unreadable:
-    """A value that its table cannot give: an error of a row whose reader wants it, and no harm to others."""
+    """A value that its table cannot give: an error of a row whose reader needs the value, and no harm to other rows."""
 
     def __init__(self, error: DataError) -> None:
         self.error = error

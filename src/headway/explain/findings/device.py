@@ -1,4 +1,4 @@
-"""Rules about what runs on the device: products, chains of kernels, attention, recomputation, padding, its clock."""
+"""Rules about the device's work: products, chains of kernels, attention, recomputation, padding, its clock."""
 
 import math
 import re
@@ -82,7 +82,7 @@ def misaligned_gemms(evidence: StepEvidence) -> Observation | None:
 
 
 def unfused_chains(evidence: StepEvidence) -> Observation | None:
-    """Modules that hold no others and are chains of memory-bound kernels, such as norms that are written out."""
+    """Chains of memory-bound kernels, such as norms that are written out, by innermost module."""
     of_module: dict[str, list[EventTime]] = defaultdict(list)
     for event in evidence.spent:
         if event.module and event.line in ("memory", MATMUL) and event.ns:
@@ -257,7 +257,7 @@ def recomputation(evidence: StepEvidence) -> Observation | None:
 
 
 def padding(evidence: StepEvidence) -> Observation | None:
-    """Slots that hold no token, and are computed like others."""
+    """Slots that hold no token, and are computed like the slots of tokens."""
     tokens, slots = evidence.total("tokens"), evidence.total("slots")
     if not tokens or not slots or tokens >= slots:
         return None
@@ -303,7 +303,7 @@ def vision_tower(evidence: StepEvidence) -> Observation | None:
 
 
 def uneven_experts(evidence: StepEvidence) -> Observation | None:
-    """Experts that have more tokens than others, and are waited for."""
+    """Experts that have more tokens than the rest, which waits for them."""
     routers = [evidence.step_fact(step, "router") for step in evidence.steps]
     numbers = [as_number(router.get("max_over_mean")) for router in routers if isinstance(router, Mapping)]
     ratios = [ratio for ratio in numbers if ratio is not None]
@@ -322,7 +322,7 @@ def uneven_experts(evidence: StepEvidence) -> Observation | None:
 
 
 def throttled_clocks(evidence: StepEvidence) -> Observation | None:
-    """A clock of the device below its highest, so that what computes takes longer."""
+    """A clock of the device below its highest, so that computing takes longer."""
     slower = 0.0
     for rank in evidence.ranks:
         clocks = evidence.fact("clocks", rank)
@@ -342,7 +342,7 @@ def throttled_clocks(evidence: StepEvidence) -> Observation | None:
 
 
 def recorded_padding(evidence: RunEvidence) -> Observation | None:
-    """Slots without a token, on which layers spend as much as on others."""
+    """Slots without a token, on which layers spend as much as on tokens."""
     ns = sum(step.padding_ns for step in evidence.steps)
     if not ns:
         return None

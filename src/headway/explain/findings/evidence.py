@@ -85,7 +85,7 @@ Step = TypeVar("Step", StepWaterfall, RunStep)
 
 
 class Evidence(Generic[Step]):
-    """Steps as the engine of findings sees them, whatever rules read in them.
+    """Steps as the engine of findings sees them, whichever parts the rules read.
 
     Attributes:
         steps: in their order.
@@ -101,7 +101,7 @@ class Evidence(Generic[Step]):
 
     @property
     def num_steps(self) -> int:
-        """Number of steps, those of all ranks."""
+        """Number of steps of all ranks."""
         return len(self.steps)
 
     @cached_property
@@ -111,7 +111,7 @@ class Evidence(Generic[Step]):
 
     @property
     def full_ns(self) -> int:
-        """Time of all steps with what is not their own [ns]."""
+        """Time of all steps, time taken by profiler and other processes included [ns]."""
         return sum(step.duration_ns for step in self.steps)
 
     @property
@@ -154,13 +154,13 @@ class EventTime(NamedTuple):
 
     @property
     def duration_ns(self) -> int:
-        """Duration of the whole event, in this step or beyond it, by which it is to be judged [ns]."""
+        """Duration of the whole event, in this step or beyond it, by which the event is judged [ns]."""
         events = self.trace.events
         return int(events.end_ns[self.event] - events.start_ns[self.event])
 
     @property
     def product(self) -> Product | None:
-        """Sizes of the matrix product that it belongs to; None if it is none, or they were not recorded."""
+        """Sizes of the matrix product of the event; None for other events, or if no sizes were recorded."""
         operands = self.trace.operands_of(self.event)
         return None if operands is None else operands.product(self.operator)
 
@@ -310,7 +310,7 @@ class StepEvidence(Evidence[StepWaterfall]):
 
     @property
     def measured_steps(self) -> list[StepWaterfall]:
-        """Steps that were measured in a trace; the others are made of records."""
+        """Steps that were measured in a trace, without the steps of records."""
         return [step for step in self.steps if step.measured is not None]
 
     @cached_property
@@ -372,7 +372,7 @@ class StepEvidence(Evidence[StepWaterfall]):
         ]
 
     def _shift_ns(self, measured: MeasuredTrace, step: int) -> int | None:
-        """From the samples' clock to the trace's, by the beginning of a step that both have [ns]; None without one."""
+        """Offset from the samples' clock to the trace's, by the beginning of a common step [ns]; None without one."""
         begins = self.host_fact("step_ns", measured.trace.rank) or {}
         annotated_ns = next((start for number, start, _ in measured.trace.steps if number == step), None)
         return None if annotated_ns is None or str(step) not in begins else annotated_ns - int(begins[str(step)])
@@ -456,5 +456,5 @@ class RunEvidence(Evidence[RunStep]):
 
     @cached_property
     def steady(self) -> "RunEvidence":
-        """The run without its slow first steps, and without what is beside the steps."""
+        """The run without its slow first steps, and without the time beside the steps."""
         return RunEvidence(self.steps[self.num_first :])

@@ -59,7 +59,7 @@ class Pause:
 
     @property
     def own_ns(self) -> int:
-        """Without what has another cause [ns]."""
+        """Length of the gap without the parts that have another cause [ns]."""
         return max(0, self.ns - self.collected_ns - self.preempted_ns)
 
 
@@ -145,7 +145,7 @@ class StepPauses:
         return max(candidates, key=lambda i: contexts[i].depth, default=NONE)
 
     def cause(self, pause: Pause) -> tuple[str, str]:
-        """Class a long pause by what the trace shows of it.
+        """Class a long pause by the trace's evidence of its cause.
 
         Returns:
             "allocation", "first-use", "graph" or "pause", and what the host was in; "" where nothing shows it.
@@ -285,7 +285,7 @@ def _long_gaps(evidence: RunEvidence) -> dict[str, int]:
 
 
 def _purpose(evidence: RunEvidence, gap: str) -> str:
-    """Name what the code in a gap is for, where most of the looks at it agree."""
+    """Name the purpose of the code in a gap, if most looks at the gap agree."""
     purposes: Counter[str] = Counter()
     for step in evidence.steps:
         for place_gap, _, purpose, ns in step.places:

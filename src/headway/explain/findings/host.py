@@ -39,7 +39,7 @@ _LOOP_SHARE = 0.05  # part of the steps from which a loop over tensors is the fi
 
 
 def data_wait(evidence: StepEvidence, part: str) -> Observation | None:
-    """Waiting for data, of whose making one part takes longest.
+    """Waiting for data, and the part of making data that takes longest.
 
     Args:
         evidence: of the steps.

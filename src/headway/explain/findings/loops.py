@@ -60,7 +60,7 @@ def small_gemms(evidence: StepEvidence) -> Observation | None:
 
 
 def product_loop(evidence: StepEvidence) -> Observation | None:
-    """Small products in one module of which there are many, alone; see `small_gemms`."""
+    """Small products of modules that run many of them; see `small_gemms`."""
     return small_gemms(evidence) if _looping_modules(evidence) else None
 
 

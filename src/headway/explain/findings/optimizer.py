@@ -93,7 +93,7 @@ def unfused_optimizer(evidence: StepEvidence) -> Observation | None:
 
 
 def _bytes(events: list[EventTime]) -> _Traffic | None:
-    """Bytes of the operators, and of one pass; None where those of most of the time are not known, or no fused update.
+    """Bytes of the operators, and of one pass; None without a fused update, or if too few bytes are known.
 
     A fused update names all that a pass goes over. What it updates may be copies in a wider type: one pass would read
     and write the type that they are held in.

@@ -1,4 +1,4 @@
-"""Own time of a step on a CPU: without what the profiler adds to it, and without waiting for a core that others have.
+"""Own time of a step on a CPU, without the profiler's additions and without waiting for a core.
 
 The host does the work itself there, so a profile stretches what it shows: each operator and each module's name costs
 some microseconds, and a step of many small operators takes twice its time. `headway.profile` measures what one of
@@ -88,7 +88,7 @@ class OwnTime:
         self.waited_ns = self._take_off_waits(preempted)
 
     def _take_off_profile(self) -> int:
-        """Charge each event's cost to what lies around its begin: an operator that called it, or the gap before it."""
+        """Charge each event's cost to the operator that called the event, or to the gap before it."""
         host, attribution = self._measured.trace.host, self._measured.attribution
         contexts = attribution.contexts
         # Costs of each call in a row, and of all calls of a phase, against which its measured time is held.

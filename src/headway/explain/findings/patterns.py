@@ -198,7 +198,7 @@ def _stacks_ns(evidence: StepEvidence) -> int:
 
 
 def memory_bound(evidence: StepEvidence) -> Observation | None:
-    """Kernels without products on a device, beyond what their bytes take at full bandwidth."""
+    """Kernels without products on a device, beyond the time in which full bandwidth would move their bytes."""
     traffic = [step.traffic for step in evidence.steps]
     parts = [part for part in traffic if part is not None and part.at_bandwidth_ns is not None]
     if evidence.is_cpu or len(parts) < len(traffic):

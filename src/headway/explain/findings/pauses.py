@@ -171,7 +171,7 @@ def beside(evidence: RunEvidence, what: str) -> Observation | None:
 
 
 def paused_for(evidence: StepEvidence, phase: Phase) -> tuple[int, str]:
-    """Add up the long gaps in which stacks show a chore that the meter was not told of.
+    """Add up the long gaps in which stacks show a chore that nobody announced to the meter.
 
     Returns:
         Their time in all steps [ns], and the frames that they were in longest; "" without any.
@@ -243,7 +243,7 @@ def graph_late(evidence: StepEvidence) -> Observation | None:
 
 
 def recorded_checkpoints(evidence: RunEvidence) -> Observation | None:
-    """Checkpoints within the steps of a run, where these are worth a word, else those between them."""
+    """Checkpoints within the steps of a run, if these are worth a word, else checkpoints between the steps."""
     steady = evidence.steady
     within = recorded_pause(steady, "checkpoint")
     if within is not None and within.ns >= _OFTEN * steady.duration_ns:

@@ -38,7 +38,7 @@ def uneven_work(evidence: RunEvidence) -> Observation | None:
 
 
 def slow_device(evidence: RunEvidence) -> Observation | None:
-    """A rank that computes slower than the others in most steps."""
+    """A rank that computes slower than the other ranks in most steps."""
     slow = [step for step in evidence.steps if step.slowest_speed is not None and step.slowest_speed < 0.9]
     ranks = {step.slowest_rank for step in slow}
     # Devices of one kind agree within 3 %, and chance varies: now one is the slowest, now another.
@@ -211,7 +211,7 @@ def _communicated(evidence: StepEvidence) -> tuple[int, int]:
 
 
 def recorded_slow_rank(evidence: RunEvidence) -> Observation | None:
-    """One rank that the others wait for: by when it comes to its backward, else by the rate of its forwards."""
+    """One rank that the other ranks wait for: by when it comes to its backward, else by the rate of its forwards."""
     lateness = _late_rank(evidence)
     if lateness is not None and lateness.ns >= 0.05 * evidence.duration_ns:  # equal ranks come a few per cent apart
         return lateness
@@ -219,7 +219,7 @@ def recorded_slow_rank(evidence: RunEvidence) -> Observation | None:
 
 
 def _late_rank(evidence: RunEvidence) -> Observation | None:
-    """One rank that comes later to its backward than all others, which wait for its gradients."""
+    """One rank that comes to its backward later than all other ranks, which wait for its gradients."""
     compared = [step for step in evidence.steps if step.late_rank is not None]
     if not compared:
         return None

@@ -69,7 +69,7 @@ class _PhaseTotal:
 
     @property
     def decode_ns(self) -> float:
-        """Time of decode steps: what prefill does not take [ns]."""
+        """Time of decode steps: the phase without its prefill [ns]."""
         return self.busy_ns - self.prefill_ns
 
     @property
@@ -208,7 +208,7 @@ def repeated_scoring(evidence: RunEvidence) -> Observation | None:
 
 
 def host_phase(evidence: RunEvidence) -> Observation | None:
-    """A phase, or what no phase claims, in which the host works and no FLOPs are counted."""
+    """A phase, or the unclaimed rest, in which the host works and no FLOPs are counted."""
     # A phase on other devices waits for these, and one whose FLOPs nobody knows may compute.
     hosts = [
         (total.ns, total.name)
@@ -252,7 +252,7 @@ def workless_ns(step: RunStep) -> int:
 
 
 def no_overlap(evidence: RunEvidence) -> Observation | None:
-    """Devices of a rollout and those of the loop that wait for each other."""
+    """Devices of a rollout and devices of the loop that wait for each other."""
     apart = [total for total in phase_totals(evidence).values() if total.num_devices]
     if not apart:
         return None

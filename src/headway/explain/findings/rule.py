@@ -25,7 +25,7 @@ OF_A_WHOLE_RUN = (TimeOf.RUN, TimeOf.BESIDE)
 
 
 class FindingPlace(IntEnum):
-    """Place of a finding in the list: those that name a cause come first, the dearest before the others."""
+    """Place of a finding in the list: findings that name a cause come first, the dearest at the top."""
 
     CAUSE = 0
     CHOICE = 1  # costs what it does for its result: without it something else would be trained

@@ -1,4 +1,4 @@
-"""The engine of findings: it asks the rules of all subjects, and orders what they see.
+"""The engine of findings: it asks the rules of all subjects, and orders their findings.
 
 To add a finding is to write a function from evidence to an `Observation` in the file of its subject, and to name it in
 the `RULES` of that file with the least share that is worth a word.
@@ -33,7 +33,7 @@ _LOOK_HINT = {
 
 
 def find(steps: StepEvidence | None = None, run: RunEvidence | None = None) -> tuple[Finding, ...]:
-    """Find what costs the steps of a job most, and say what to try first.
+    """Find the largest losses of a job's steps, and say which remedy to try first.
 
     Args:
         steps: waterfalls of a trace, or of a run's records without the slow first ones.
@@ -116,7 +116,7 @@ def _finding(
 
 
 def largest_loss(evidence: StepEvidence, covered: Collection[tuple[str, int]]) -> Observation | None:
-    """Say what is known of the largest loss, if it is large and no finding is about it.
+    """State the facts of the largest loss, if it is large and no finding is about it.
 
     Args:
         evidence: of the steps.

@@ -32,7 +32,7 @@ _MOST_STAGES = 8  # stages of a run; sources that come and go more often are a m
 
 
 def changed(evidence: RunEvidence) -> Observation | None:
-    """A speed that falls once, and stays so; one that rises has what was slow behind it (`first_steps`)."""
+    """A speed that falls once and stays low; a speed that rises had slow steps before it (`first_steps`)."""
     return _speed_change(evidence, is_slower=True)
 
 
@@ -85,7 +85,7 @@ def _rated(evidence: RunEvidence) -> list[tuple[float, RunStep]]:
 
 
 def _of_stages(evidence: RunEvidence) -> list[tuple[float, RunStep]]:
-    """Steps with their rates, those of each stage of the run over its median: another stage has other work."""
+    """Steps with their rates, scaled to the median of the run's first stage, since stages differ in work."""
     rated = [(step.rate, step) for step in evidence.steps if step.rate]
     begins = [0] + [n for n in range(1, len(rated)) if rated[n][1].stage != rated[n - 1][1].stage]
     if not 1 < len(begins) <= _MOST_STAGES:
@@ -101,7 +101,7 @@ def _of_stages(evidence: RunEvidence) -> list[tuple[float, RunStep]]:
 
 
 def _change(rates: Sequence[float]) -> int | None:
-    """Find the one place from which on rates are others for good; None where there is none.
+    """Find the one place from which on rates differ for good; None where there is none.
 
     The place is where two means describe the logarithms of the rates best. It is told if the two differ by a quarter
     and by more than the steps of either part scatter, and if a fall that goes on all the time explains them worse.
@@ -132,7 +132,7 @@ def _change(rates: Sequence[float]) -> int | None:
 
 
 def _differences(before: Sequence[RunStep], after: Sequence[RunStep]) -> tuple[list[str], list[str]]:
-    """Name what of the loop's own changed between two parts of a run, with its sizes, and what did not."""
+    """Name the loop's own numbers that changed between two parts of a run, with their sizes, and those that stayed."""
     differences: list[str] = []
     alike: list[str] = []
     tokens = [median(counts) for part in (before, after) if (counts := [step.tokens for step in part if step.tokens])]
@@ -173,7 +173,7 @@ def _list(names: Sequence[str]) -> str:
 
 
 def unstable(evidence: RunEvidence) -> Observation | None:
-    """Steps that take twice as long as others for the same work."""
+    """Steps that take twice as long as other steps for the same work."""
     rated = _rated(evidence)
     if len(rated) < 3:
         return None
