@@ -1,4 +1,4 @@
-"""The boundary between a loop and what only observes it: an error of the observer never becomes one of the loop."""
+"""The boundary between a loop and its observers: an error of an observer never becomes an error of the loop."""
 
 import warnings
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 
 class ErrorBoundary:
-    """Runs what only observes a loop (records, trackers, profiles, readings): its errors warn once and go no further.
+    """Runs the observers of a loop (records, trackers, profiles, readings): their errors warn once and go no further.
 
     What belongs to the loop itself (its data, its weights, a wrong setting told before it begins) stays outside of it,
     and so do interrupts, which are no errors.
@@ -26,7 +26,7 @@ class ErrorBoundary:
 
     @contextmanager
     def guard(self, what: str, consequence: str = "Training goes on without.") -> Iterator[None]:
-        """Run a block; whatever it raises is a warning that names what is lost, the first time.
+        """Run a block; an error in it is a warning that names the loss, the first time.
 
         Args:
             what: is lost if the block fails, as a sentence begins with it.

@@ -19,7 +19,7 @@ per supervised token]."""
 
 
 class Judgement(NamedTuple):
-    """An evaluation, and what training had come to.
+    """An evaluation, and the state of training at the time.
 
     Attributes:
         step: after which the held-out samples were judged.

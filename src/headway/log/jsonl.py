@@ -87,7 +87,7 @@ class LineFile:
 
 
 def append_in_turn(path: Path, line: bytes) -> None:
-    """Append a line to a file that several processes add to, and keep it; a killed one's fragment before it goes.
+    """Append a line to a file that several processes add to, and keep it; fragments of killed processes are removed.
 
     Args:
         path: of the file; made, with its folder, if it is not there.

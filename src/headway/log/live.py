@@ -21,7 +21,7 @@ _HEAVY = 1.1  # work of a rank over the mean of all, above which it is told
 
 @functools.cache
 def shared_console() -> Console:
-    """The one console on stderr: lines that are printed to it stand above a panel or bar, and do not cut it up."""
+    """The one console on stderr: printed lines stand above a panel or bar, and do not cut it up."""
     return Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -93,7 +93,7 @@ class LiveSink(Sink):
 
 
 class TimeLeft:
-    """Time that a run has left, at its pace since the first step that was told, evaluations and checkpoints included.
+    """Time that a run has left, at its pace since the first recorded step, evaluations and checkpoints included.
 
     Args:
         num_steps: of the whole run; None where that is not known [steps].
@@ -133,7 +133,7 @@ _LEAST_MISSED = ("useful", "memory", "padding", "grad", "lr", "time", "wait", "t
 
 
 def shown_fields(record: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Name and format those of a step's numbers that a person watches.
+    """Name and format the numbers of a step that a person watches.
 
     A loss that is None was not finite, or of a step that had nothing to learn from; either way the update was left
     out. Other numbers that are None are not shown.
@@ -166,7 +166,7 @@ def joined(fields: Iterable[tuple[str, str]]) -> str:
 
 
 def fitted(fields: Iterable[tuple[str, str]], width: int | None) -> str:
-    """Join fields to one line that keeps to a width, without those that are missed least.
+    """Join fields to one line of limited width, without the fields that are missed least.
 
     Args:
         fields: names and values.
@@ -184,7 +184,7 @@ def fitted(fields: Iterable[tuple[str, str]], width: int | None) -> str:
 
 
 def _stragglers(record: Mapping[str, Any]) -> list[str]:
-    """Name the rank that the others wait for, and why: its device is slow, or its pack is heavy."""
+    """Name the rank that the other ranks wait for, and why: its device is slow, or its pack is heavy."""
     notes = []
     if (record.get("slowest_rank_speed") or 1.0) < _SLOW:
         share = format_share(record["slowest_rank_speed"])

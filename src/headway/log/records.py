@@ -1,4 +1,4 @@
-"""Records of steps: what a file keeps of them, what follows from it, and the one reader of such files.
+"""Records of steps: the entries that a file keeps, the entries that follow, and the one reader of such files.
 
 A file begins with a line of kind "run", which has the entries that its steps share. A step's line has what was measured
 and differs from that line, which it names. `read_records` gives whole records. Files of older versions, whose lines are
@@ -20,9 +20,9 @@ from headway.files import open_plain
 from headway.log.jsonl import as_object
 
 SCHEMA_VERSION = 1
-"""Of a whole record, within which names are only added."""
+"""Version of a whole record, within which names are only added."""
 _FILE_VERSION = 2
-"""Of lines that have what was measured; those of version 1 are whole records."""
+"""Version of lines that hold measured entries alone; lines of version 1 are whole records."""
 LISTED = 128
 """Ranks up to which a record lists each of them."""
 _HEADER = "run_header"  # entry of a line: the header that it belongs to
@@ -89,7 +89,7 @@ class Measured(dict[str, Any]):
 
 
 class StepRecord(dict[str, Any]):
-    """The record of a step, or of some steps: what was measured, and what follows from it.
+    """The record of a step, or of some steps: measured entries, and the entries that follow.
 
     Args:
         measured: entries that JSON has words for, of which some are only inputs of others.
@@ -150,7 +150,7 @@ def derived(measured: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_ranks(entry: Mapping[str, Any], *, is_listed: bool = True) -> dict[str, Any]:
-    """Differences between ranks: which has the most work, and whose device computed slowest of those that had work.
+    """Differences between ranks: the rank with the most work, and the slowest device among ranks that had work.
 
     Args:
         entry: FLOPs of each rank, those of its forwards and their time.
@@ -212,7 +212,7 @@ def phase_entries(phase: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str,
 
 
 def _all_passes(counted: Mapping[str, int]) -> tuple[int, dict[str, int]]:
-    """Useful FLOPs, without what was recomputed; and those of each pass."""
+    """Useful FLOPs, recomputation left out, and the FLOPs of each pass."""
     passes = {name: counted.get(name, 0) for name in _PASSES}
     total = sum(passes.values()) - passes["recompute"]
     return total, {"total": total, **passes}
@@ -238,12 +238,12 @@ _OF_DEVICES = ("num_devices", "peak_flops_per_s", "peak_bytes_per_s")
 
 
 def can_be_joined(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
-    """Tell whether what was measured in some steps, and in those behind them, had the same devices and settings."""
+    """Tell whether the records of some steps, and of the steps behind them, had the same devices and settings."""
     return all(before.get(name) == after.get(name) for name in _FACTS if name != "components")
 
 
 def joined(before: Mapping[str, Any], after: Mapping[str, Any]) -> Measured:
-    """Join what was measured in some steps and in those behind them into one window.
+    """Join the records of some steps and of the steps behind them into one window.
 
     Times, counts and FLOPs are sums, and so the rates that follow are a total over a total. Other fractional numbers,
     such as a loss, are means over the steps. A digest of samples, which has no sum here, is left out.
@@ -274,7 +274,7 @@ def joined(before: Mapping[str, Any], after: Mapping[str, Any]) -> Measured:
 
 
 def _sum(first: Any, second: Any) -> Any:
-    """Add numbers, lists of numbers and objects of them; what is not known of either is not known."""
+    """Add numbers, lists of numbers and objects of them; an unknown number makes an unknown sum."""
     if isinstance(first, dict) and isinstance(second, dict):
         both = first.keys() & second.keys()
         sums = {name: second[name] if name in _OF_DEVICES else _sum(first[name], second[name]) for name in both}
@@ -285,7 +285,7 @@ def _sum(first: Any, second: Any) -> Any:
 
 
 def _mean(first: Any, second: Any, numbers: tuple[int, int]) -> Any:
-    """Mean of two numbers or objects of them, by how many each stands for; of those that are known."""
+    """Mean of two numbers or objects of them, by how many each stands for; an unknown number is left out."""
     if first is None or second is None or not all(numbers):
         return second if first is None or not numbers[0] else first
     if isinstance(first, dict):
@@ -302,7 +302,7 @@ def _of_source(first: dict[str, Any] | None, second: dict[str, Any] | None) -> d
 
 
 class RecordLines:
-    """Turns records into lines of a file, a `StepRecord` into those of its entries that its header has not.
+    """Turns records into lines of a file; a `StepRecord` leaves out the entries of its header.
 
     Attributes:
         headers: lines of all headers so far.
@@ -361,7 +361,7 @@ class RecordReader:
         self._headers: dict[str, dict[str, Any]] = {}
 
     def read(self, line: bytes, *, derives: bool = True) -> dict[str, Any] | None:
-        """Give the whole record of a line, and a header as it is; None where it cannot be read.
+        """Give the whole record of a line, and a header as it is; None for an unreadable line.
 
         Args:
             line: with its line break.
@@ -387,7 +387,7 @@ class RecordReader:
 
 
 def is_header(entries: Mapping[str, Any]) -> bool:
-    """Tell whether a line's object is no record, but what the records behind it share."""
+    """Tell whether a line's object is no record, but a header with the entries that the records behind it share."""
     return entries.get("kind") == "run" and isinstance(entries.get("shared"), dict)
 
 

@@ -28,13 +28,13 @@ from headway.errors import UsageError
 
 CONFIG, RUN, METRICS, SUMMARY = "config.yaml", "run.json", "metrics.jsonl", "summary.json"
 MANIFEST = "manifest.json"
-"""In the folder of a checkpoint; written last."""
+"""File in the folder of a checkpoint; written last."""
 _IN_STORE = re.compile(rf"{hub.EXPORTS}/.*\.safetensors|.*\.distcp")
 CHECKPOINTS, EXPORTS, SAMPLES, RESUMES = "checkpoints", hub.EXPORTS, "samples.jsonl", "resumes.jsonl"
 
 
 def run_copy(path: Path, *, here: Path | None = None) -> Path:
-    """A run or a model to read: the path itself, or what lies behind a URL, copied to this machine.
+    """A run or a model to read: the path itself, or a copy on this machine of the files behind a URL.
 
     The pieces of checkpoints and the weights of exports stay in the store.
 

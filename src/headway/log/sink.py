@@ -1,4 +1,4 @@
-"""Interface of a place for records: it takes them in one by one, and is closed."""
+"""Interface of a place for records: it takes records in one by one, and is closed."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -23,7 +23,7 @@ class Sink(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Write what is still held back and let go of the place; closing twice is harmless."""
+        """Write the records held back and let go of the place; closing twice is harmless."""
 
     def __enter__(self) -> Self:
         return self

@@ -18,7 +18,7 @@ from headway.stores import url_of
 
 
 class Sinks(Sink):
-    """Hands each record to several sinks; one that fails is closed with a warning, and the others go on.
+    """Hands each record to several sinks; a sink that fails is closed with a warning, and the rest go on.
 
     A record that is none is the caller's mistake and an error.
 

@@ -36,7 +36,7 @@ _GROUP_OF = {name: group for group, names in _GROUPS.items() for name in names}
 
 
 def grouped(name: str) -> str:
-    """The name under which TensorBoard shows what other trackers call `headway/...`, its group first.
+    """The name in TensorBoard of a number that other trackers call `headway/...`, its group first.
 
     >>> [grouped(f"headway/{name}") for name in ("loss", "mfu", "flops/total", "evaluation/loss")]
     ['train/loss', 'speed/mfu', 'flops/total', 'eval/loss']
@@ -108,7 +108,7 @@ def _wait_for_a_second_of_its_own(folder: Path) -> None:
 
 
 def _folder_of_run(folder: Path, run: Path) -> Path:
-    """A run's own folder among those that log to one folder, found again when the run goes on."""
+    """A run's own folder among the folders of runs that log to one place, found again when the run goes on."""
     place = str(run.resolve())
     if folder.resolve().is_relative_to(run.resolve()):
         return folder

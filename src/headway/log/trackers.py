@@ -1,4 +1,4 @@
-"""Sinks that belong to trackers: Weights & Biases, MLflow and Prometheus, and what TensorBoard has in common with them.
+"""Sinks for trackers: Weights & Biases, MLflow and Prometheus, and the parts that TensorBoard shares with them.
 
 Numbers go under `headway/` and their names in the record, nested ones joined by "/": `headway/mfu`,
 `headway/flops/total`; those of a record of another kind than "step" under its kind too: `headway/evaluation/loss`. What
@@ -67,7 +67,7 @@ class Tracker(Sink):
 
 @contextmanager
 def opening(what: str) -> Iterator[None]:
-    """Turn what goes wrong while a tracker is opened into an error that says what to do."""
+    """Turn an error while a tracker is opened into an error with a remedy."""
     try:
         yield
     except ConfigError:
@@ -200,7 +200,7 @@ class MlflowSink(Tracker):
                 raise error
 
     def close(self) -> None:
-        """Write what is waiting, and end the run if it was started here; after a failure, let go of it as it is."""
+        """Write waiting records, and end the run if it was started here; after a failure, let go of it as it is."""
         self._worker.shutdown(wait=not self._has_failed, cancel_futures=self._has_failed)
         if self._has_failed:
             return

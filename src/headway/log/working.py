@@ -1,4 +1,4 @@
-"""Notes on stderr of what can take over two seconds, until it is done: a line, or a bar where rows are counted."""
+"""Notes on stderr of work that can take over two seconds, until it is done: a line, or a bar where rows are counted."""
 
 import os
 import threading
@@ -18,7 +18,7 @@ RowsReport = Callable[[int, int, int], None]
 """Told rows that are measured, all rows, and rows that cannot be used."""
 
 LINE_S = 30.0
-"""From one line to the next where there is no terminal [s]."""
+"""Time from one line to the next where there is no terminal [s]."""
 
 
 class _Line:
@@ -36,7 +36,7 @@ class _Line:
 
 @contextmanager
 def working(doing: str, *, every_s: float = LINE_S) -> Iterator[Tell]:
-    """Say on stderr what is done, until it is done; of several processes of one run, the first one speaks.
+    """Show on stderr the work in progress, until it is done; of several processes of one run, the first one speaks.
 
     Args:
         doing: such as "searching choices".

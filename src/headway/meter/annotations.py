@@ -23,7 +23,7 @@ _COMPILED = "_torchdynamo_orig_callable"  # attribute of every function that tor
 
 
 class Annotations:
-    """Writes the names of what this process does into the trace that a profiler records.
+    """Writes names of this process's activities into the trace that a profiler records.
 
     Args:
         model: whose modules are named; None for none.
@@ -56,7 +56,7 @@ class Annotations:
             self._added_ns = self._cost.added()
 
     def _named_units(self, root: "nn.Module") -> "list[tuple[str, nn.Module]]":
-        """List what gets hooks, by path: the model itself and the modules in it, compiled ones as one unit."""
+        """List the modules to hook, by path: the model itself and the modules in it, compiled ones as one unit."""
         from headway.tracing.unwrap import unwrapped
 
         outside = _compiled_around()
@@ -64,7 +64,7 @@ class Annotations:
         return [("", outside.get(id(root), root)), *units]
 
     def close(self) -> None:
-        """Take the hooks away, and end what lasts."""
+        """Remove the hooks, and end the annotations that are open."""
         self._host.close()
         for handle in self._handles:
             handle.remove()
@@ -139,7 +139,7 @@ class Annotations:
             _lasting().append((module, None))
 
     def after(self, module: "nn.Module") -> None:
-        """Note that a module's forward ends, or is left by an error, and with it what it has called."""
+        """Note that a module's forward ends, or is left by an error, and with it the forwards within."""
         lasting = _lasting()
         if all(module is not entered for entered, _ in lasting):
             return
@@ -201,7 +201,7 @@ def _exit(record: Any) -> None:
 
 
 def _compiled_around() -> dict[int, Any]:
-    """Find what torch.compile made of modules, by the module: a model does not tell that its loop calls it compiled.
+    """Find the modules that torch.compile made, by the original module: a model does not say that its loop compiled it.
 
     An object refers to its class. A list of all objects would do as well, and would hold the tuples that other threads
     are making just then, which Python ends with a SystemError ("bad argument to internal function") in those threads.
@@ -214,7 +214,7 @@ def _compiled_around() -> dict[int, Any]:
 
 
 def _units(model: "nn.Module", outside: dict[int, Any]) -> "Iterator[tuple[str, nn.Module]]":
-    """List modules by path, those inside a compiled one left out; a module with several paths has its first."""
+    """List modules by path, without modules inside a compiled one; a module with several paths has its first."""
     from headway.tracing.unwrap import WRAPPED
 
     visited: set[int] = set()

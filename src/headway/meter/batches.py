@@ -1,4 +1,4 @@
-"""Read a workload off the tensors of a batch; those on an accelerator are copied aside and read once they have come."""
+"""Read a workload off the tensors of a batch; tensors on an accelerator are copied aside, and read on arrival."""
 
 import math
 from collections.abc import Mapping
@@ -45,7 +45,7 @@ class _Shape:
 
 
 def read_or_copy(batch: Any, cost_model: CostModel) -> Workload | Generation | Mapping[str, Any]:
-    """Read the workload of a batch on the CPU; of one on a CUDA device, begin to copy what `workload_of` will read.
+    """Read the workload of a batch on the CPU; begin to copy a CUDA device's batch, as far as `workload_of` reads it.
 
     Nothing waits for the device. The copies have come when it has passed any later point.
 
@@ -120,7 +120,7 @@ def workload_of(batch: Workload | Mapping[str, Any], cost_model: CostModel | Non
 
 
 def _num_labels(batch: Mapping[str, Any]) -> int | None:
-    """Count the tokens whose next token has a label; those that transformers' losses leave out are below 0."""
+    """Count the tokens whose next token has a label; labels below 0 are left out by transformers' losses."""
     if isinstance(copy := batch.get(_NUM_LABELS), HostCopy):
         return round(copy.read()[0])
     labels = batch.get("labels")
@@ -229,7 +229,7 @@ def _fits(positions: Any, shape: tuple[int, int]) -> bool:
 
 
 def _decoded(batch: Mapping[str, Any], grids: dict[str, Any]) -> Workload:
-    """Build the workload of an encoder-decoder: segments are the decoder's, sources what the encoder reads."""
+    """Build the workload of an encoder-decoder: segments are the decoder's, sources the encoder's."""
     target = next((batch[key] for key in ("decoder_input_ids", "labels") if batch.get(key) is not None), None)
     if target is None:
         raise WorkloadError(

@@ -220,7 +220,7 @@ def _after_forward(model: "nn.Module", _args: Any, results: Any) -> None:
 
 
 def sharded_groups(module: Any) -> list[Any]:
-    """List what `fully_shard` keeps about the parameters that it gathers for a module; older ones keep one group."""
+    """List the groups of parameters that `fully_shard` gathers for a module; older versions of torch keep one group."""
     if not hasattr(module, "_get_fsdp_state"):
         return []
     state = module._get_fsdp_state()

@@ -69,7 +69,7 @@ def bandwidth_of(device: Any) -> float:
 def traffic_or_warn(
     model: Any, optimizer: Any, cost_model: CostModel, recompute: str, results: Any = None
 ) -> Traffic | None:
-    """Find what a model and its optimizer must move; None, and a warning, where that cannot be said."""
+    """Find the bytes that a model and its optimizer must move; None, and a warning, if they are unknown."""
     from headway.meter.model_traffic import traffic_of
 
     if isinstance(model, CostModel):
@@ -82,7 +82,7 @@ def traffic_or_warn(
 
 
 def recompute_of(model: Any) -> str:
-    """Read what a model's activation checkpointing runs again; nothing, and a warning, where that cannot be said."""
+    """Read which blocks activation checkpointing recomputes; none, and a warning, if they are unknown."""
     if isinstance(model, CostModel):
         return "none"
     from headway.tracing.classify import checkpointing_of
@@ -203,7 +203,7 @@ def memory_of(device: Any) -> int:
 
 
 def settings_of(model: Any, device: Any) -> dict[str, Any]:
-    """Name what holds for all steps of a loop: memory of the device, and the type of most weights."""
+    """Name the facts of all steps of a loop: memory of the device, and the type of most weights."""
     sizes: dict[str, int] = {}
     for parameter in () if isinstance(model, CostModel) else model.parameters():
         name = str(parameter.dtype).removeprefix("torch.")

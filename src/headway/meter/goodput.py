@@ -106,7 +106,7 @@ class Goodput:
             self._current = self._as_charged(bucket)
 
     def move(self, source: Bucket, target: Bucket, ns: int) -> None:
-        """Charge time to another bucket than it was charged to, once it is known where it belongs.
+        """Move time from the bucket that was charged to the bucket where the time belongs.
 
         What the file already has stays there; then later time of the source makes up for it, so that totals are right.
 
@@ -207,7 +207,7 @@ class Goodput:
         self._write({"kind": kind, "step": step})
 
     def _write(self, event: dict[str, Any] | None = None) -> None:
-        """Write the time since the last line, and an event after it; what cannot be written waits for the next time."""
+        """Write the time since the last line, and an event after it; lines that cannot be written wait for the next."""
         with self._writing:
             with self._lock:
                 self._charge()
@@ -242,14 +242,14 @@ class Goodput:
             self._write()
 
     def _leave_to_parent(self) -> None:
-        """In a forked child: let go of the file, which its parent keeps."""
+        """Let go of the file in a forked child; the parent keeps the file."""
         self._is_open = False
         self._file.close()
         self._writing = threading.RLock()  # the thread that may have held the other one was not forked
 
 
 class _Span:
-    """A `with` block in a bucket. A class, as it costs half of what a generator does."""
+    """A `with` block in a bucket: a class, which costs half as much as a generator."""
 
     __slots__ = ("_bucket", "_ledger", "_outer")
 

@@ -21,7 +21,7 @@ _EVAL_FRAME = "torch/_dynamo/eval_frame.py"  # functions of this file call compi
 
 
 class ModuleHooks:
-    """The hooks of a watch, on modules and on what torch.compile made of them.
+    """The hooks of a watch, on modules and on the modules that torch.compile made from them.
 
     Args:
         watch: a `ForwardWatch`, which is told that a module begins and ends, and that its hooks are compiled away.
@@ -58,13 +58,13 @@ class ModuleHooks:
         self._numbers, self._handles, self._compiled, self._blocks = {}, [], [], set()
 
     def watch(self, module: "nn.Module", original: "nn.Module | None" = None) -> None:
-        """Hook a module, what it was compiled from, and all that torch.compile has made of it."""
+        """Hook a module, the module that it was compiled from, and all modules that torch.compile has made of it."""
         for model in dict.fromkeys([module, original or module, *_compiled_around(module, original or module)]):
             if not any(reference() is model for reference in self._numbers.values()):
                 self._hook(model)
 
     def watch_compiled(self, module: "nn.Module") -> bool:
-        """Hook what torch.compile has made of a module, which it is just compiling; False where that is not known."""
+        """Hook the compiled form of a module that torch.compile is compiling; False if that form is unknown."""
         for frame in _frames():
             caller = frame.f_locals.get("self")
             if isinstance(caller, _compiled_class()):
@@ -157,7 +157,7 @@ def _frames() -> "Iterator[types.FrameType]":
 
 
 def _note_compiled(number: int) -> None:
-    """Note that a hook is being compiled: the compiler runs this once, and what it makes never does."""
+    """Note that a hook is being compiled: the compiler runs this once, the compiled code never."""
     import torch
 
     watch, own = _hooked.get(number, (None, None))
@@ -193,19 +193,19 @@ def _compiled_class() -> Any:
 
 
 def is_compiled(module: "nn.Module") -> bool:
-    """Say whether a module is what torch.compile made of another."""
+    """Say whether a module is the compiled form of another module."""
     return isinstance(module, _compiled_class())
 
 
 def _compiled_around(*models: "nn.Module") -> "list[nn.Module]":
-    """Find what torch.compile made of models, which do not tell of it: an object refers to its class."""
+    """Find the compiled forms of models by references to their class, since models do not know them."""
     kind = _compiled_class()
     compiled = [item for item in gc.get_referrers(kind) if type(item) is kind] if kind else []
     return [item for item in compiled if any(item._orig_mod is model for model in models)]
 
 
 def outermost(model: "nn.Module") -> "Iterator[nn.Module]":
-    """Iterate over what runs outermost where a model's own forward does not: its parts, and the items of its lists."""
+    """Iterate over the outermost modules below a model: its parts, and the items of its lists."""
     from torch import nn
 
     for child in model.children():

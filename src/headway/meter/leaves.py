@@ -83,7 +83,7 @@ class Leaves:
 
     @property
     def checkpointed(self) -> tuple[int, list[Any]]:
-        """Where activations are checkpointed, as the module said at the last `signature`."""
+        """State of activation checkpointing, as the module had it at the last `signature`."""
         return self._num_wrapped, [state.get("gradient_checkpointing", False) for state in self._states]
 
     @property
@@ -100,13 +100,13 @@ class Leaves:
         return bits
 
     def outside(self, bits: int, blocks: Iterable[str]) -> int:
-        """Return bits without those of the parameters in some blocks."""
+        """Return bits without the parameters in some blocks."""
         for block in blocks:
             bits &= ~self._number(tuple([name.startswith(f"{block}.") for name in self.names]))
         return bits
 
     def nodes(self, trained: int) -> list[Any]:
-        """Look up the nodes in which the gradients of trained parameters arrive; None for the others.
+        """Look up the nodes in which the gradients of trained parameters arrive; None for other parameters.
 
         They belong to a forward, after which they are asked for: a parameter may be given another shape, and its node
         must then go.
@@ -126,7 +126,7 @@ class Leaves:
         return nodes
 
     def _gathered(self) -> dict[int, Any]:
-        """Find what a forward runs on in place of the shards of `fully_shard`; None where nothing was gathered yet."""
+        """Find the gathered parameters by the shards of `fully_shard`; None where nothing was gathered yet."""
         return {
             id(parameter.sharded_param): getattr(parameter, "_unsharded_param", None)
             for group in self._groups
@@ -160,7 +160,7 @@ class Leaves:
         return self._number(flags)
 
     def mask(self, cost_model: CostModel, bits: int) -> int | None:
-        """Return bits of these parameters as those of a ledger; None where it has others."""
+        """Translate bits of these parameters into bits of a ledger; None if the ledger has other parameters."""
         entry = self._masks.get(id(cost_model))
         if entry is None or entry[0] is not cost_model:
             if len(self._masks) >= _MOST:
@@ -247,7 +247,7 @@ def _note_gradient(leaves: "Callable[[], Leaves | None]", bit: int, _gradient: A
 
 
 def tensors_in(results: Any, depth: int = 0) -> Sequence[Any]:
-    """List the tensors among a forward's results, in what holds them: mappings, sequences, and at last any object."""
+    """List the tensors among a forward's results, within mappings, sequences, and at last any object."""
     import torch
 
     if isinstance(results, torch.Tensor):

@@ -1,4 +1,4 @@
-"""MBU: the bytes that a step must move at least, over what the memory could have moved in its time.
+"""MBU: the bytes that a step must move at least, over the bytes that the memory could have moved in its time.
 
 What is counted, and why it is a lower bound, is in docs/metering.md.
 """
@@ -71,7 +71,7 @@ class Traffic:
         num_skipped: int = 0,
         num_forward_only: int = 0,
     ) -> StepBytes:
-        """Count what one rank moves in one or more steps.
+        """Count the bytes that one rank moves in one or more steps.
 
         Args:
             workload: what the rank's micro-batches with a backward compute in all.
@@ -120,11 +120,11 @@ class ForwardTraffic:
     cache_reads: tuple[tuple[str, int], ...]  # driver of each attention, and bytes of keys and values that a pair reads
 
     def of_forwards(self, num_forwards: int, num_with_towers: int) -> int:
-        """Count what so many forwards without a cache read, of which some hold images, videos or audio clips."""
+        """Count the bytes that forwards without a cache read, some of them with images, videos or audio clips."""
         return num_forwards * self.weights + num_with_towers * self.towers
 
     def of_generation(self, generation: Generation) -> int:
-        """Count what answering prompts moves: a cache is written once, and read by prefill once and by each step.
+        """Count the bytes moved to answer prompts: a cache is written once, and read by prefill once and by each step.
 
         Left out, so that it is a lower bound: activations, logits, states of recurrences and convolutions.
         """
@@ -136,14 +136,14 @@ class ForwardTraffic:
         return self.weights_of_generation(generation) + cache
 
     def weights_of_generation(self, generation: Generation) -> int:
-        """Count what answering prompts reads of weights: all of them once for each prefill and decode step."""
+        """Count the bytes of weights read to answer prompts: all weights once for each prefill and decode step."""
         forwards = generation.num_prefills + generation.num_decode_steps
         with_towers = generation.num_prefills if generation.prefill.runs_towers else 0
         return self.of_forwards(forwards, with_towers)
 
 
 def forward_traffic_of(cost_model: CostModel, itemsizes: Sequence[float], cached_itemsize: int) -> ForwardTraffic:
-    """Find what a forward without a backward moves, from a ledger and the types of its weights.
+    """Find the bytes that a forward without a backward moves, from a ledger and the types of its weights.
 
     Args:
         cost_model: the model's ledger.

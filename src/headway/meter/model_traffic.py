@@ -1,4 +1,4 @@
-"""Read off a model and its optimizer what each parameter makes one rank move: dtypes, shards, state.
+"""Read off a model and its optimizer the bytes that each parameter makes one rank move: dtypes, shards, state.
 
 Bytes of optimizer state per parameter: read off the state that is there, or off a first step on shapes.
 """
@@ -53,7 +53,7 @@ class _RankParameter:
 
     @property
     def local_bytes(self) -> int:
-        """Bytes of what this rank updates."""
+        """Bytes of the tensor that this rank updates."""
         return local(self.parameter).nbytes
 
 
@@ -68,7 +68,7 @@ def traffic_of(
     inputs: Any = None,
     results: Any = None,
 ) -> Traffic:
-    """Find what one rank must move for a model: weights, gradients, optimizer state and saved activations.
+    """Find the bytes that one rank must move for a model: weights, gradients, optimizer state and saved activations.
 
     Args:
         model: as it is trained: wrapped by DDP, sharded by `fully_shard`, compiled, with frozen parts or adapters.
@@ -109,7 +109,7 @@ def traffic_of(
 
 
 def forward_traffic(model: nn.Module, cost_model: CostModel) -> ForwardTraffic | None:
-    """Find what a forward without a backward moves on one rank, generation with a cache included.
+    """Find the bytes that a forward without a backward moves on one rank, generation with a cache included.
 
     Args:
         model: as it runs, wrapped and sharded.

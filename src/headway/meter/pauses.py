@@ -72,7 +72,7 @@ class Purpose:
 
     @property
     def is_chore(self) -> bool:
-        """True if it has a finding of its own."""
+        """True if pauses of this purpose have a finding of their own."""
         return "message" in self.in_trace
 
     def is_told_by_file(self, path: str) -> bool:
@@ -158,7 +158,7 @@ class CollectionTimer:
 
 
 class StackSampler:
-    """Looks at the stack of the thread that makes it again and again, from a thread of its own.
+    """Samples the stack of the thread that makes the sampler, from a thread of its own.
 
     Args:
         name: of the thread.
@@ -291,7 +291,7 @@ class PlaceSampler(StackSampler):
 
 
 def _purpose(path: str, line: int) -> str:
-    """Read off a line of code, and the loop around it, what it does."""
+    """Read the purpose of a line of code off the line and the loop around it."""
     code = linecache.getline(path, line)
     for purpose in PURPOSES.values():
         if any(part in code for part in purpose.code):
@@ -358,7 +358,7 @@ class HostEvidence(StackSampler):
         self._delays[number] = _waited_for_core_ns(self._task)
 
     def facts(self) -> dict[str, Any]:
-        """Give what was seen, JSON-ready.
+        """Give the samples and their facts, JSON-ready.
 
         Returns:
             `step_ns`: beginning of each step by number [ns]; `core_wait_ns`: what the thread had waited for a core by
@@ -412,7 +412,7 @@ class HostEvidence(StackSampler):
             self._preempted.append([begin_ns, end_ns, delay_ns])
 
     def _stack(self, frame: FrameType | None) -> tuple[str, ...]:
-        """Name the innermost frames: those around the innermost one, and the first of the loop's own code."""
+        """Name the innermost frames of a stack, the first frame of the loop's own code included."""
         frames: list[tuple[str, bool]] = []
         while frame is not None and len(frames) < _DEPTH:
             code = _code(frame.f_code.co_filename, frame.f_code.co_name)
@@ -432,7 +432,7 @@ def _task() -> Path:
 
 
 def _waited_for_core_ns(task: Path) -> int:
-    """Time that a thread has waited for a core which others had, since it began; 0 where nobody tells [ns].
+    """Time since its start that a thread has waited for a core in use by others; 0 where the system does not say [ns].
 
     Source: Linux, Documentation/scheduler/sched-stats: second number of /proc/PID/task/TID/schedstat.
     """

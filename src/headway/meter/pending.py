@@ -44,7 +44,7 @@ class Billing:
         return self.own and not self.forward_only
 
     def count(self, workload: Workload, cost_models: Sequence[CostModel], by: By = "component") -> FlopCount:
-        """Count the FLOPs of a workload that is billed so, with what the loop recomputes of the model it trains."""
+        """Count the FLOPs of a workload under this billing, recomputation of the trained model included."""
         cost_model = cost_models[self.model].with_input_gradients(self.input_gradients)
         if self.trained is not None:
             cost_model = cost_model.training(self.trained)
@@ -64,7 +64,7 @@ class Billing:
 def as_they_ran(
     batches: list[tuple[Any, Billing]], forwards: Sequence[Any], models: Sequence[CostModel]
 ) -> list[tuple[Any, Billing]]:
-    """Bill what a loop counted as its forwards ran, where there are as many of one as of the other.
+    """Bill a loop's counted batches as their forwards ran, if there are as many batches as forwards.
 
     Args:
         batches: what the loop counted.
@@ -165,14 +165,14 @@ class PendingSteps:
         self._added_up.update({n: left_out(sums) for n, sums in self._added_up.items() if n in chosen})
 
     def take(self) -> Sums:
-        """Return the sums of the steps that the device has passed, those that are left out aside, and start over."""
+        """Return the sums of the steps that the device has passed, with left-out steps aside, and start over."""
         self._collect()
         sums = added([self._take_sums(), *self._added_up.values()])
         self._added_up.clear()
         return sums
 
     def take_each(self) -> list[Sums]:
-        """Return the sums of each step that the device has passed, those that are left out as well, and start over."""
+        """Return the sums of each step that the device has passed, left-out steps included, and start over."""
         sums_of_steps = []
         for step in self._passed():
             self._take_in(step, counted=True)
@@ -242,7 +242,7 @@ class PendingSteps:
         self._updates[1] += step.skipped
 
     def _work_of(self, batch: Any, billed: Billing) -> Workload | Generation:
-        """Read what a batch asks for, on the rank that counts it."""
+        """Read the work of a batch, on the rank that counts it."""
         if billed.elsewhere:
             return Workload()
         if isinstance(batch, Generation):
@@ -266,7 +266,7 @@ class PendingSteps:
             sums[WHOLE, "host_ns"] += round(phases.launching_s() * NS)
 
     def _take_phase_times(self, times: PhaseTimes, wall_ns: int) -> None:
-        """Add the time of a step's named phases, and what is left of it."""
+        """Add the time of a step's named phases, and the rest of the step."""
         rest_ns = wall_ns
         for name, span in times.spans:
             span_ns = round(span.seconds * NS)

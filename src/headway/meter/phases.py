@@ -151,7 +151,7 @@ class PhaseTimer:
         self._border, self._lasts, self._depth, self._num_backwards = "after", False, 0, 0
 
     def end_step(self, mark: Mark) -> StepPhases | None:
-        """Give the phases of the step that ends; None where it was not sampled, or no backward was seen in it."""
+        """Give the phases of the step that ends; None if it was not sampled, or had no backward."""
         if self._is_away:
             self.back(mark)
         if self._lasts:
@@ -180,14 +180,14 @@ class PhaseTimer:
         self._lasts = False
 
     def leave(self, mark: Mark) -> None:
-        """Note that the loop leaves training: what comes until `back` is in no phase."""
+        """Note that the loop leaves training: time until `back` is in no phase."""
         if self._is_away:
             return
         self._note(self._border if self._lasts else "", mark)  # a gap has its name from what ends it
         self._is_away = True
 
     def back(self, mark: Mark) -> None:
-        """Note that training goes on, with what it was left in; the device has been waited for."""
+        """Note that training goes on in the phase that it was left in; the device has been waited for."""
         self._is_away, self._since = False, mark
         self._even = mark if self._has_queue else None
 
@@ -272,7 +272,7 @@ class PhaseTimer:
 
 
 def _gap_before(phase: str, *, is_behind_update: bool) -> str:
-    """Name a gap by what it leads to: a wait for data behind an update is the next step's, else of a further batch."""
+    """Name a gap by the phase behind it: data after an update is the next step's, other data a further batch."""
     names = {
         "forward": "input",
         "exchange": "input",
@@ -325,7 +325,7 @@ def _before_exchange(wrapper: "nn.Module", _args: Any) -> None:
 
 
 def data_parallel_around(model: "nn.Module") -> "list[nn.Module]":
-    """Find what DistributedDataParallel made of a model, which does not tell of it: an object refers to its class."""
+    """Find the DistributedDataParallel modules around a model, which does not know them: they refer to their class."""
     parallel: Any = sys.modules.get("torch.nn.parallel.distributed")
     if parallel is None:
         return []

@@ -113,7 +113,7 @@ class ProfiledSteps(LoopWatcher):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Write what is recorded if the loop has ended early, and nothing if by an error."""
+        """Write the recording if the loop has ended early, and nothing if by an error."""
         boundary = ErrorBoundary() if self._meter is None else self._meter.boundary
         with boundary.guard(self.product):
             if kind is None:
@@ -192,7 +192,7 @@ class ProfiledSteps(LoopWatcher):
             self._annotations.step(number + 1)
 
     def stop(self) -> None:
-        """Write what is recorded of a loop that has ended within the window; warn if that is nothing."""
+        """Write the recording of a loop that has ended within the window; warn if it is empty."""
         if self._is_over:
             return
         meter, first, last = self._meter, self._steps[0], self._steps[-1]
@@ -249,7 +249,7 @@ class ProfiledSteps(LoopWatcher):
         self._profiler = profiler
 
     def _close(self, meter: StepMeter) -> None:
-        """Stop to record, write the file and tell what it cost."""
+        """Stop to record, write the file and report the cost of the profile."""
         begin_s = clock.now_s()
         self._annotations.close()
         profiler, self._profiler = self._profiler, None
@@ -311,7 +311,7 @@ class ProfiledSteps(LoopWatcher):
 
 
 def _durations(times: Sequence[StepTime]) -> list[float]:
-    """Time of each step but the first [s], of those that compiled nothing."""
+    """Times of the steps that compiled nothing, the first step left out [s]."""
     return [
         time.end.seconds_since(before.end) - time.away_s
         for before, time in itertools.pairwise(times)

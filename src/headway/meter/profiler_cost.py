@@ -1,4 +1,4 @@
-"""Cost of a profile to the host: what the profiler adds to each operator's call, and the hooks to each module's."""
+"""Cost of a profile to the host: the profiler's addition to each operator's call, the hooks' to each module's."""
 
 import time
 from collections.abc import Callable
@@ -23,7 +23,7 @@ class ProfilerCost:
         self._operator_s, self._module_s = self._times()
 
     def added(self) -> dict[str, float]:
-        """Time the calls again, and give what came on top: `operator_ns` and `module_ns` of one call each [ns]."""
+        """Time the calls again, and give the difference: `operator_ns` and `module_ns` of one call each [ns]."""
         operator_s, module_s = self._times()
         return {
             "operator_ns": max(0.0, operator_s - self._operator_s) * 1e9,

@@ -1,4 +1,4 @@
-"""The meter of a loop whose ranks exchange messages of their own, as `headway train`'s do."""
+"""The meter of a loop whose ranks exchange messages of their own, such as `headway train`'s."""
 
 from collections.abc import Sequence
 
@@ -58,7 +58,7 @@ class RunMeter(Meter):
         return windows
 
     def _last_window(self) -> None:
-        """Nothing: the loop has merged what there was."""
+        """Nothing: the loop has merged all steps."""
 
     def _warn(self, window: Window | None) -> None:
         """Nothing: the loop has shown each step."""

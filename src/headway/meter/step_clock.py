@@ -1,4 +1,4 @@
-"""Times of steps: begin, end, what they wait for, and what is not training: every second of a loop in one place."""
+"""Times of steps: begin, end, waits, and time away from training: every second of a loop in one place."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -110,7 +110,7 @@ class StepClock:
         self._last = self._mark()
 
     def start(self) -> None:
-        """Start the clock, once the device has done what it was given before."""
+        """Start the clock, once the device has finished its earlier work."""
         self.has_started = True
         self._energy = WindowEnergy(self.device, self.boundary)
         self._mark().wait()
@@ -208,7 +208,7 @@ class StepClock:
 
     @property
     def current_phase(self) -> NamedPhase | None:
-        """The phase that the loop is in, if it has named it."""
+        """The named phase that the loop is in; None without one."""
         return self._phase_clock.current
 
     @contextmanager
@@ -300,7 +300,7 @@ class StepClock:
 
     @contextmanager
     def away(self, bucket: Bucket = "evaluation") -> Iterator[None]:
-        """Leave a block out of the steps' time, and go on with what it interrupts: a step, a wait, an evaluation."""
+        """Leave a block out of the steps' time, and go on with the interrupted step, wait or evaluation."""
         left_for, waited = self._left_for, self._waits_since is not None
         self.leave(bucket)
         try:
@@ -364,7 +364,7 @@ class StepClock:
         self._tell_watchers(lambda watcher: watcher.end(phase))
 
     def _tell_watchers(self, event: Callable[[LoopWatcher], None]) -> None:
-        """Tell all watchers something; one that fails is told so, and nothing more."""
+        """Tell all watchers something; a watcher that fails hears so, and nothing more."""
         for watcher in tuple(self.watchers):
             watches = False
             with self.boundary.guard(watcher.product):

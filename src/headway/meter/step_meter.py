@@ -232,7 +232,7 @@ class StepMeter(StepClock, ABC):
         return replace(window, loop=loop)
 
     def _opens(self) -> bool:
-        """Open what windows need; returns whether steps are kept one by one, for several ranks to sum up."""
+        """Open the parts that windows need; returns whether steps are kept one by one, for several ranks to sum up."""
         return False
 
     def count(
@@ -243,7 +243,7 @@ class StepMeter(StepClock, ABC):
         cost_model: CostModel | None = None,
         input_gradients: Sequence[str] | None = None,
     ) -> None:
-        """Add what one forward of a step computes, and its backward.
+        """Add the work of one forward of a step, and of its backward.
 
         Of ranks that work on a batch together the first counts it; on the others it is known to profiles alone.
 
@@ -312,7 +312,7 @@ class StepMeter(StepClock, ABC):
 
     @property
     def model(self) -> Any:
-        """The model whose forwards run here; None where the meter was given a cost model alone."""
+        """The model whose forwards run here; None if the meter has a cost model alone."""
         return None if self._forwards is None else self._forwards.model
 
     def _place_of(self, cost_model: Any) -> int:

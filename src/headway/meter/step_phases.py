@@ -10,12 +10,12 @@ from headway.errors import UsageError
 from headway.meter.clock import Mark, Span
 
 REST = "rest"
-"""Name of what no phase claims in a record."""
+"""Name in a record of the time that no phase claims."""
 
 
 @dataclass(frozen=True)
 class PhaseDevices:
-    """Devices of a phase that does not run on those of the loop's ranks, such as a server that generates."""
+    """Devices of a phase that does not run on the devices of the loop's ranks, such as a server that generates."""
 
     peak: Peak  # peak of one device
     num_devices: int
@@ -91,7 +91,7 @@ class PhaseClock:
         self.resume(mark)
 
     def interrupt(self, mark: Mark) -> None:
-        """Note that what comes until `resume` is in no phase, since the loop is away from training."""
+        """Note that time until `resume` is in no phase, since the loop is away from training."""
         if self._stack and self._since is not None:
             self._spans.append((self._stack[-1].name, Span(self._since, mark)))
         self._since = None

@@ -1,4 +1,4 @@
-"""Sums of steps: those of one rank, as whole numbers that ranks exchange exactly, and windows of all ranks."""
+"""Sums of steps: sums of one rank, as whole numbers that ranks exchange exactly, and windows of all ranks."""
 
 import math
 from collections import Counter, deque
@@ -29,7 +29,7 @@ Those of all ranks are the sums of theirs. Quantities are `tokens`, `num_steps`,
 
 
 def add_count(sums: Sums, phase: str, count: FlopCount) -> None:
-    """Add counted FLOPs to those of a phase."""
+    """Add counted FLOPs to the FLOPs of a phase."""
     for row in count.rows:
         for name in _PASSES:
             if number := getattr(row, name):
@@ -37,7 +37,7 @@ def add_count(sums: Sums, phase: str, count: FlopCount) -> None:
 
 
 def add_quantities(sums: Sums, phase: str, workload: Workload) -> None:
-    """Add the tokens, images and other quantities of a workload to those of a phase."""
+    """Add the tokens, images and other quantities of a workload to the quantities of a phase."""
     sums[phase, "tokens"] += workload.tokens
     sums[phase, "slots"] += workload.slots
     sums[phase, "segments"] += workload.num_segments
@@ -78,7 +78,7 @@ def _flops(sums: Sums) -> dict[str, FlopCount]:
 
 @dataclass
 class Tally:
-    """Sums of all ranks, since the run began and in its last windows; and what turns them into fractions.
+    """Sums of all ranks, since the run began and in its last windows, and the numbers that turn sums into fractions.
 
     Attributes:
         peak: of one device.
@@ -150,7 +150,7 @@ class Tally:
         self.peak = replace(self.peak, flops_per_s=math.nan)
 
     def run(self, step: int, extra: dict[str, Any]) -> Window:
-        """Describe all counted steps; those that compiled something if there are no others."""
+        """Describe all counted steps; the steps that compiled something if there are no others."""
         if not self._run or not self._run[0][WHOLE, "num_steps"]:
             return self._describe(self._left_out or self._run or [Sums()], step, extra)
         run = self._describe(self._run, step, extra)
@@ -239,7 +239,7 @@ def _useful(sums: Sums) -> int:
 
 
 def _phases(ranks: Sequence[Sums]) -> dict[str, Any]:
-    """Describe the phases of the first rank's sampled steps, and which rank was late for the others' gradients."""
+    """Describe the phases of the first rank's sampled steps, and the rank whose gradients came late."""
     per_step = [
         {name: rank[WHOLE, f"{name}_phase_ns"] / (rank[WHOLE, "num_sampled"] or math.nan) / NS for name in PHASES}
         for rank in ranks

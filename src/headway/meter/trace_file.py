@@ -1,4 +1,4 @@
-"""The file of a profile: torch's trace, with what explains it alone under the key `headway`."""
+"""The file of a profile: torch's trace, with the facts that explain it alone under the key `headway`."""
 
 import gzip
 import hashlib
@@ -32,7 +32,7 @@ _LEVEL = 5  # level of gzip: twice as fast as gzip's default, for a file a tenth
 
 
 def facts_of(meter: StepMeter, *, rank: int, world_size: int, overhead_s: float | None) -> dict[str, Any]:
-    """Say what a trace of a meter's loop needs to be explained alone, its steps aside.
+    """Collect the facts by which a trace of a meter's loop can be explained alone, its steps aside.
 
     Args:
         meter: of the loop.
@@ -71,7 +71,7 @@ def digest_of(cost_model: CostModel) -> str:
 
 
 def step_facts(meter: StepMeter, step: PendingStep) -> dict[str, Any]:
-    """Say what one step computed on this rank, and its FLOPs by the meter's own count.
+    """Describe the work of one step on this rank, and its FLOPs by the meter's own count.
 
     Ranks that work on each batch together have equal shares of its FLOPs, as far as this one was told of the batch.
 
@@ -91,7 +91,7 @@ def step_facts(meter: StepMeter, step: PendingStep) -> dict[str, Any]:
 
 
 def _packs(meter: StepMeter, step: PendingStep) -> list[dict[str, Any]]:
-    """Say of each pass of the meter's model, in order, what it computed, and the FLOPs of each module that attends.
+    """Describe the work of each pass of the meter's model, in order, and the FLOPs of each module that attends.
 
     The FLOPs of a module are a list: forward, backward, and what checkpointing runs again.
     """
@@ -156,7 +156,7 @@ def _finite_or_none(value: float) -> float | None:
 
 
 def _versions() -> dict[str, str]:
-    """Versions of what computes; of packages, those that are loaded."""
+    """Versions of Headway and Python, and of the computing packages that are loaded."""
     packages = {name: sys.modules.get(name) for name in ("torch", "transformers", "triton")}
     loaded = {name: str(getattr(package, "__version__", "unknown")) for name, package in packages.items() if package}
     return {"headway": __version__, "python": platform.python_version(), **loaded}

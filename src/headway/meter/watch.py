@@ -36,7 +36,7 @@ _MOST_SHAPES = 512  # most shapes of one module
 
 @dataclass(eq=False, slots=True)
 class WatchedForward:
-    """One forward of a watched module, and what backwards have made of it until now."""
+    """One forward of a watched module, and the work of its backwards until now."""
 
     module: "weakref.ref[nn.Module]"
     leaves: Leaves
@@ -68,7 +68,7 @@ class WatchedForward:
         return tuple(name for name in self.inputs if self.reached is None or name in self.answered)
 
     def trained_of(self, cost_model: CostModel) -> int | None:
-        """Bits of a ledger's parameters that were given a gradient; None where it has others than the module."""
+        """Bits of a ledger's parameters that were given a gradient; None if the module's parameters are others."""
         return self.leaves.mask(cost_model, self.trained if self.reached is None else self.reached)
 
 
@@ -147,7 +147,7 @@ class ForwardWatch:
         self._hooks.watch_blocks(inner)
 
     def pause(self) -> None:
-        """Let forwards go by, at no cost, as those of a generation that is counted as a whole."""
+        """Let forwards go by, at no cost, such as the forwards of a generation that is counted as a whole."""
         self._hooks.close()
 
     def close(self) -> None:
@@ -290,7 +290,7 @@ class ForwardWatch:
         self._forwards.append(forward)
 
     def _read(self, forward: WatchedForward, arguments: Any) -> bool:
-        """Read off a forward's arguments what it computes; False where the loop counts what it generates."""
+        """Read the work of a forward off its arguments; False where the loop counts a generation as a whole."""
         if self._is_generating(forward, arguments):
             return False
         ledger = self._ledger
@@ -352,7 +352,7 @@ class ForwardWatch:
                 return
 
     def backward_begins(self, forward: WatchedForward, inputs: Mapping[Any, Any], nodes: Sequence[Any]) -> None:
-        """Note that a backward has come to a forward's results; what it reaches is noted once it has ended well."""
+        """Note that a backward has come to a forward's results; the gradients are noted once it has ended well."""
         import torch
 
         task = torch._C._current_graph_task_id()
@@ -373,7 +373,7 @@ class ForwardWatch:
             self._meter.second_backward = self.name
 
     def backward_ends(self, task: int) -> None:
-        """Note what a backward has made of the forwards to whose results it came."""
+        """Note the gradients of the forwards to whose results a backward came."""
         for forward, planned in self._backwards.pop(task, ({}, {}))[1].items():
             if forward.reached is None and forward.is_counted:
                 self._later.append(forward)
@@ -382,7 +382,7 @@ class ForwardWatch:
             forward.reached = (forward.reached or 0) | (bits if bits or forward.answered else forward.trained)
 
     def is_traced(self, module: "nn.Module") -> None:
-        """Note that torch.compile goes around a module's hooks, and hook what it made of the module instead."""
+        """Note that torch.compile goes around a module's hooks, and hook the compiled form of the module instead."""
         trains = self._meter.trains_now or self._meter.current_phase is not None
         if self._stack or not trains or (self._meter.is_away and not self._meter.is_compiling):
             return

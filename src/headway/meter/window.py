@@ -101,7 +101,7 @@ class PhaseUse:
         return phase_entries(known(self.measured()), _devices(self))
 
     def measured(self) -> dict[str, Any]:
-        """Give the entries that a file keeps: those that are not 0, with the peaks of devices of its own."""
+        """Give the entries that a file keeps: entries other than 0, with the peaks of devices of its own."""
         counts = {name: getattr(self, name) for name in ("tokens", "slots", "supervised", "scored_tokens")}
         counts |= {**self.generation, "bytes_moved": self.bytes_moved, "weight_bytes": self.weight_bytes}
         own: dict[str, Any] = {} if self.wall_s == self.loop_s else {"busy_s": self.wall_s}
@@ -246,13 +246,13 @@ class Window:
 
     @property
     def slowest_rank(self) -> int | None:
-        """The rank whose device computed slowest, of those that had work; None without any, or where nobody looked."""
+        """The rank with the slowest device among ranks that had work; None without any, or if nobody looked."""
         rank: int | None = self.entries["slowest_rank"]
         return rank
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Say what cannot be right about these numbers, of a phase after its name; usually empty."""
+        """Warnings about impossible numbers, a phase's after its name; usually empty."""
         of_phases = ((f"phase {name}: ", phase) for name, phase in self.phases.items())
         return tuple(text for name, use in (("", self), *of_phases) for text in _above_peak(use, name))
 

@@ -289,7 +289,7 @@ def _losses(by: str, a: ReportedRun, b: ReportedRun) -> ReportSection:
 
 
 def _series(a: ReportedRun, b: ReportedRun) -> list[ReportSection]:
-    """Speed of both over their steps, and what of a step was waiting or padding."""
+    """Speed of both over their steps, with the parts of a step that were waiting or padding."""
     sections = []
     for key, title, form in SERIES:
         both = [[number(record.get(key)) for record in run.records] for run in (a, b)]
@@ -345,7 +345,7 @@ def _sections_of(name: str) -> list[str]:
 
 
 def _rank_of(name: str) -> int:
-    """Order of settings by what they decide of the numbers: what is learnt first, where it is written last."""
+    """Order of settings by their influence on the numbers: settings of learning first, places of files last."""
     section = "eval" if name.startswith("data.eval") else name.partition(".")[0]
     return _DECISIVE.index(section) if section in _DECISIVE else len(_DECISIVE)
 

@@ -286,12 +286,12 @@ def _answers(folder: Path) -> ReportSection:
 
 
 def _is_picture(value: object) -> bool:
-    """Tell whether a record holds a small JPEG in base64, whose first three bytes are FF D8 FF."""
+    """Tell whether a record holds a small JPEG in base64, which begins with the bytes FF D8 FF."""
     return isinstance(value, str) and value.startswith("/9j/") and _BASE64.fullmatch(value) is not None
 
 
 def _of_families(folder: Path) -> list[ReportSection]:
-    """Sections of what installed families of models have left in a run's folder."""
+    """Sections that installed families of models have left in a run's folder."""
     return [section for sections in hooks_of_all("sections") for section in sections(folder)]
 
 
@@ -374,7 +374,7 @@ def provenance(facts: str) -> ReportSection:
 
 
 def _leaves(node: Any, settings: Mapping[str, Setting], name: str = "") -> Iterator[tuple[str, Any, str]]:
-    """Name, value and default of each setting that holds no others; "required" where there is no default."""
+    """Name, value and default of each setting that holds no further settings; "required" without a default."""
     children = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
     for key, child in children:
         path = f"{name}.{key}" if name else str(key)

@@ -60,7 +60,7 @@ def _parts(path: Path) -> tuple[str, ...]:
 
 
 def _shortened(names: Sequence[str]) -> list[str]:
-    """Names of bounded length, each with the place where it differs from the others."""
+    """Names of bounded length, each with the place where it differs from the rest."""
     room = _LONGEST - 6  # for "..." on both sides
     differs = next((place for place, letters in enumerate(zip(*names, strict=False)) if len({*letters}) > 1), 0)
     start = max(0, differs - _BEFORE)

@@ -76,7 +76,7 @@ _LONGEST_FILE = 20_000  # length of config.yaml and run.json on the page [charac
 
 @dataclass(frozen=True, slots=True)
 class StepProfile:
-    """Sections of what a profile says of its steps.
+    """Sections of a profile on its steps.
 
     Attributes:
         about: which steps, on how many ranks.
@@ -475,7 +475,7 @@ def _judged_sentence(evaluations: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _judged_sections(path: Path) -> dict[str, list[ReportSection]]:
-    """Sections of the folder beside those of steps, by heading."""
+    """Sections of the folder without the sections of its steps, by heading."""
     folder, texts = path if path.is_dir() else path.parent, texts_of(path)
     of_folder = folder_sections(folder, ())
     files = [changed_settings(texts.get(CONFIG, ""), texts.get(RUN, "")), provenance(texts.get(RUN, ""))]

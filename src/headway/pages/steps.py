@@ -275,7 +275,7 @@ def mean_phase_lines(steps: Sequence[StepWaterfall]) -> tuple[PhaseLine, ...]:
 
 
 def _phases(steps: Sequence[StepWaterfall]) -> ReportSection | None:
-    """Table of the phases of the mean step, and what each that generates takes at least; None without phases."""
+    """Table of the phases of the mean step, with the least time of each phase that generates; None without phases."""
     if not (lines := mean_phase_lines(steps)):
         return None
     table = phase_section(lines, sum(line.ns for line in lines))

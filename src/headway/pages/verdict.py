@@ -1,4 +1,4 @@
-"""The first sentence of a report: what the run reached, in which time, and the first thing to mend."""
+"""The first sentence of a report: the run's results, their time, and the first thing to mend."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,7 +23,7 @@ def first_sentence(
     wall_s: float | None,
     is_unfinished: bool,
 ) -> str:
-    """Say what a run reached and the first thing to mend.
+    """Say the run's results and the first thing to mend.
 
     Args:
         records: of steps, at least one.

@@ -37,7 +37,7 @@ class _Overlap(NamedTuple):
 
 
 class _PackOverlap(NamedTuple):
-    """Exchanges of a pack: those that computing waits for [s], and those beside each pass."""
+    """Exchanges of a pack: exchanges that computing waits for [s], and exchanges beside each pass."""
 
     waits_s: Cases
     forward: _Overlap
@@ -168,7 +168,7 @@ class Timeline:
         return waits_s
 
     def _overlaps_of(self, exchanges: Iterable[Exchange]) -> _PackOverlap:
-        """Sort exchanges into those that computing waits for and those that run beside forward and backward."""
+        """Sort exchanges into ones that computing waits for and ones that run beside forward and backward."""
         waits = Cases.exact(0.0)
         gathers: dict[Phase, dict[str, Cases]] = {"forward": {}, "backward": {}}
         sums: dict[str, Cases] = {}
@@ -203,7 +203,7 @@ def _overlap_of(
     sums: Mapping[str, Cases],
     parts: Mapping[tuple[str, float], Cases],
 ) -> _Overlap:
-    """Exchanges that nothing overlaps, before the first unit and after the last, and those beside units and parts."""
+    """Exchanges beside units and parts, and those before the first unit and after the last, which nothing overlaps."""
     none = Cases.exact(0.0)
     unhidden = gathers.get(order[0], none) + sums.get(order[-1], none)
     overlapped = [

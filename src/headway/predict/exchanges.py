@@ -33,7 +33,7 @@ def exchanges_of(
     sharing: Sharing,
     shape: MeshShape,
 ) -> Exchanges:
-    """List what a process exchanges for a pack.
+    """List the exchanges of a process for a pack.
 
     Args:
         cost_model: of the model, with what is frozen frozen and adapters in place.
@@ -80,7 +80,7 @@ def _all_of(
 def _order_of(
     cost_model: CostModel, saved: SavedActivations, has_pictures: bool
 ) -> tuple[tuple[str, ...], frozenset[str]]:
-    """Units as forward computes them, and those of them whose weights are gathered again for backward."""
+    """Units in the order of forward, and the units whose weights are gathered again for backward."""
     units = unit_names(cost_model, saved)
     runs = [has_pictures or not parameter.component.startswith("vision.") for parameter in cost_model.parameters]
     places = _Places(cost_model)
@@ -291,7 +291,7 @@ def _unit_of(row: Row, cost_model: CostModel, saved: SavedActivations) -> str:
 
 
 def _gathered_again(order: Sequence[str], alive: set[str]) -> set[str]:
-    """Units whose weights are gathered again for backward: those with a backward, and the unit that FSDP2 prefetches.
+    """Units whose weights are gathered again for backward: units with a backward, and the unit that FSDP2 prefetches.
 
     Args:
         order: units as their forwards end.

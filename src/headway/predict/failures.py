@@ -51,7 +51,7 @@ class Interruptions:
 
     @classmethod
     def of(cls, reliability: Reliability, devices: int) -> "Interruptions":
-        """Find the best interval for so many devices, and what it leaves of the time."""
+        """Find the best interval for so many devices, and the share of the time that remains."""
         mtbf_s = reliability.mtbf_s / devices
         interval_s = best_interval_s(reliability.save_s, mtbf_s)
         return cls(mtbf_s, interval_s, goodput(interval_s, reliability, mtbf_s))

@@ -19,7 +19,7 @@ from headway.predict.recipe import compute_bytes_of, one_picture, precision_of, 
 from headway.predict.saved import saved_with_adapters
 
 USABLE = 0.9
-"""Share of a device's memory that a plan may fill; the rest is for what it does not count."""
+"""Share of a device's memory that a plan may fill; the rest is for memory that the plan does not count."""
 PRICES = {
     "speed.loss_chunk": "none",
     "speed.compile": "a minute of compilation",
@@ -35,7 +35,7 @@ PRICES = {
     "data.tokens_per_pack": "longer samples are cut or dropped, and a step has fewer tokens",
     "parallel.offload": "a step waits for the host's memory",
 }
-"""Price of each setting, by its name, or by what it is set to."""
+"""Price of each setting, by its name, or by its name and value."""
 
 LORA_RANK = 16
 """Rank of the adapters that are proposed: PEFT's tutorials and LLaMA-Factory's examples use 8 to 64."""
@@ -126,7 +126,7 @@ def memory_and_ways(
     largest: tuple[int, int],
     padded: tuple[int, int] | None = None,
 ) -> tuple[MemoryPlan, tuple[Way, ...]]:
-    """Plan the memory of each device, and find what would make it fit where it does not.
+    """Plan the memory of each device, and find ways to make it fit if it does not.
 
     Args:
         config: the recipe.

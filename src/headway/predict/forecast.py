@@ -119,7 +119,7 @@ class Forecaster:
         return step if packs.reference is None else self._with_reference(step, config, packs)
 
     def _with_reference(self, step: StepForecast, config: TrainConfig, packs: Packs) -> StepForecast:
-        """Add the forward of a model that does not learn: to the step, or as what comes before the first one."""
+        """Add the forward of a model that does not learn: to the step, or to the time before the first step."""
         second = frozen_forward(config, self._cost_model)
         assert second is not None
         assert packs.reference is not None

@@ -225,7 +225,7 @@ class Fixed:
         return {"weights": self.weights, "base": self.base, "average": self.average}
 
     def update(self) -> dict[str, int]:
-        """Parts at an update: all gradients, the state that it makes or changes, and copies that it works on."""
+        """Parts at an update: all gradients, the optimizer state in work, and copies that the optimizer works on."""
         work = {"gradients": self.gradients, "optimizer": self.optimizer, "updating": self.updating}
         return {**self.built(), **work}
 

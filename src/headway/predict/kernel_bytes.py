@@ -26,7 +26,7 @@ Source of the 10: a profile of 16.1 billion numbers on a H200, whose random numb
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """Kernels that compute what is no product.
+    """Kernels that compute everything but products.
 
     Attributes:
         update: of the optimizer.

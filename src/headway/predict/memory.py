@@ -107,7 +107,7 @@ class MemoryPlan:
 def plan_memory(
     cost_model: CostModel, saved: SavedActivations, pack: Workload, state: State, sharing: Sharing
 ) -> MemoryPlan:
-    """Add up what one device holds while it trains.
+    """Add up the bytes that one device holds while it trains.
 
     Args:
         cost_model: of the model, with what is frozen frozen.
@@ -420,7 +420,7 @@ to 512 bytes. Source: c10/core/AllocatorConfig.h of torch 2.13, kLargeBuffer and
 
 
 def allowances(communicators: int) -> dict[str, int]:
-    """List what a CUDA device holds beside tensors [bytes].
+    """List the memory that a CUDA device holds beside tensors [bytes].
 
     Attention needs no entry: what its backward works on, in float32 and of the queries' shape, exists when the gated
     product of the same block is gone, which is larger.

@@ -1,4 +1,4 @@
-"""Moments of a training step and what one device holds at each of them, by part.
+"""Moments of a training step and the bytes that one device holds at each of them, by part.
 
 `built` is the model before its first pack. The first step's moments come before the optimizer has state, which its
 update makes; those of later steps find it there. A part's number of bytes may differ from moment to moment: autograd
@@ -53,7 +53,7 @@ class Moment:
 
 
 def moment(name: str, **parts: int) -> Moment:
-    """Make a moment of parts; those of no size are left out.
+    """Make a moment of parts; parts of no size are left out.
 
     >>> moment("built", optimizer=0, weights=8).parts
     {'weights': 8}
@@ -89,7 +89,7 @@ NO_UNIT = Unit()
 
 @dataclass(frozen=True, slots=True)
 class BackwardBlock:
-    """Backward of one block: what it needs and leaves [bytes]."""
+    """Backward of one block: the bytes that it needs and leaves [bytes]."""
 
     size: BlockBytes
     activations: int  # from forward, on the device

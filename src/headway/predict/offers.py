@@ -306,7 +306,7 @@ class OfferSearch:
         return f"{need}{', but adapters would: model.lora' if adapters and adapters[0].peak_bytes <= room else ''}"
 
     def _harmless(self, size: Prediction, room: int) -> Iterator[tuple[str, ...]]:
-        """Settings that make a size fit and leave what is trained as it is."""
+        """Settings that make a size fit and leave the training as it is."""
         longest = 1 if self.pattern is None else int(self.pattern[1].tokens.max())
         for way in size.ways:
             names = dict(setting.partition("=")[::2] for setting in way.settings)

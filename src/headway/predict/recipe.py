@@ -23,7 +23,7 @@ Precision = Literal["bfloat16", "bfloat16-autocast", "float32"]
 
 
 class FrozenForward(NamedTuple):
-    """A forward that a run computes beside those of the model that learns.
+    """A forward that a run computes beside the forwards of the model that learns.
 
     Attributes:
         name: of it, in words.
@@ -82,7 +82,7 @@ def learning_model(model: ModelConfig, cost_model: CostModel) -> CostModel:
 
 
 def precision_of(config: TrainConfig, devices: int) -> Precision:
-    """Precision of forward: sharded weights are gathered in bfloat16, those of a lone device go through autocast."""
+    """Precision of forward: sharded weights are gathered in bfloat16, a lone device's weights go through autocast."""
     dtype = config.run.dtype
     if dtype == "float32" or (dtype == "auto" and config.run.device == "cpu"):
         return "float32"
@@ -115,12 +115,12 @@ def compute_bytes_of(precision: Precision) -> int:
 
 
 def inputs_on_host(config: TrainConfig) -> bool:
-    """Tell whether what enters recomputed blocks leaves the device; a CPU's memory is the host's."""
+    """Tell whether the inputs of recomputed blocks leave the device; a CPU's memory is the host's."""
     return config.speed.offload == "inputs" and not config.run.device.startswith("cpu")
 
 
 def state_of(config: TrainConfig, precision: Precision, recompute: str) -> State:
-    """Dtypes and bytes of what a recipe holds, and how its forward computes."""
+    """Dtypes and bytes of a recipe's tensors, and the way in which its forward computes."""
     weight = BFLOAT16 if config.run.dtype == "bfloat16-params" else FLOAT32
     moments = {"auto": float(weight), "float32": 4.0, "bfloat16": 2.0, "8bit": 1 + 4 / 256}
     return State(

@@ -88,7 +88,7 @@ def block_bytes(
 
 @remembered
 def _products(cost_model: CostModel) -> dict[str, tuple[tuple[tuple[str, int], ...], ...]]:
-    """List what keeping each of `PRODUCTS` keeps of each block: drivers, and values for a unit of each."""
+    """List what each of `PRODUCTS` keeps of each block: drivers, and values for a unit of each."""
     products = {}
     for name, rows in rows_by_block(cost_model.rows).items():
         kinds: list[Counter[str]] = []
@@ -131,7 +131,7 @@ def least_within(
     sequence: int = 1,
     inputs_on_host: bool = False,
 ) -> str:
-    """Name what `least_recomputed` chooses of a model, as `CostModel.count` takes it.
+    """Name the choice of `least_recomputed` for a model, in the form that `CostModel.count` takes.
 
     Args:
         cost_model: as for `block_bytes`, like the others.

@@ -32,7 +32,7 @@ def padding_of(cost_model: CostModel, shards: int, expert: int = 1) -> float:
 
 @remembered
 def sliced(cost_model: CostModel, shards: int, expert: int) -> CostModel:
-    """Give each parameter the numbers that its slices hold together, with what fills the last ones up.
+    """Give each parameter the size of its slices together, with the filling of the last slices.
 
     FSDP2 cuts a tensor by its rows, so one with fewer rows than processes grows to a row for each of them, on the
     device as in a gather.
@@ -59,7 +59,7 @@ def spread_over(parameter: Parameter, expert: int) -> int:
 
 @remembered
 def trained_of_process(cost_model: CostModel, expert: int) -> int:
-    """Count the weights that learn, of experts spread over so many processes those that one keeps."""
+    """Count the weights that learn on one process; experts are spread over so many processes."""
     return sum(p.numel // spread_over(p, expert) for p in cost_model.parameters if p.trainable)
 
 
@@ -79,7 +79,7 @@ def float8_weights(cost_model: CostModel) -> frozenset[str]:
 def numbers_by_unit(
     cost_model: CostModel, in_slices: CostModel, saved: SavedActivations, expert: int
 ) -> dict[str, tuple[int, int]]:
-    """Numbers of what learns in each unit that FSDP2 gathers: of the whole gradient, and of its slices.
+    """Sizes of the gradient in each unit that FSDP2 gathers: of the whole gradient, and of its slices.
 
     Args:
         cost_model: of the model.
@@ -217,7 +217,7 @@ def muon_matrices(cost_model: CostModel) -> Counter[tuple[int, int]]:
 
 @remembered
 def trained_by_block(cost_model: CostModel, saved: SavedActivations) -> Counter[str]:
-    """Numbers of weights that learn, by block; those outside of blocks under ""."""
+    """Numbers of weights that learn, by block; "" for weights outside of blocks."""
     numbers: Counter[str] = Counter()
     for parameter in cost_model.parameters:
         if parameter.trainable:

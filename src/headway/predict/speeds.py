@@ -32,7 +32,7 @@ class Cases(NamedTuple):
         return Cases(*(a + b for a, b in zip(self, other, strict=True)))
 
     def __sub__(self, other: "Cases") -> "Cases":
-        """Case by case: what is left of a sum that the other is a part of."""
+        """Differences case by case: the rest of a sum without one of its parts."""
         return Cases(*(a - b for a, b in zip(self, other, strict=True)))
 
     def times(self, factor: float) -> "Cases":
@@ -341,7 +341,7 @@ class Speeds:
         return MEASURED.times(num_bytes * self.elementwise_s)
 
     def launching_s(self, launches: float) -> Cases:
-        """Predict the time that the host takes for so many linear modules and what stands around them [s]."""
+        """Predict the time that the host takes for so many linear modules and the code around them [s]."""
         return (MEASURED if self.is_measured else Cases.exact(1.0)).times(launches * self.host_s)
 
     def host_memory_s(self, num_bytes: float) -> Cases:

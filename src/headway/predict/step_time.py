@@ -293,7 +293,7 @@ class StepTimes:
         return parts / 3
 
     def _run_again(self, work: StepWork, state: State) -> list[FlopRow]:
-        """The rows of a step with what is computed again: the same share of each forward in any pack."""
+        """Rows of a step with their recomputation: the same share of each forward in any pack."""
         recompute = with_head(state.recompute) if state.weighs else state.recompute
         share = {
             (row.name, row.driver): Fraction(row.recompute, row.forward)
@@ -382,14 +382,14 @@ class StepTimes:
         return DEQUANTISED * values
 
     def _inputs(self, work: StepWork, state: State) -> int:
-        """Bytes of a pack that wait in the host's memory: what enters recomputed blocks, of all that share the pack."""
+        """Inputs of recomputed blocks that wait in the host's memory, of all ranks that share a pack [bytes]."""
         if not state.inputs_on_host:
             return 0
         chosen = self._alive & chosen_blocks(state.recompute, self._cost_model, self._saved).keys()
         return sum(bytes_of(self._saved.blocks[name].entry, work.pack) for name in chosen)
 
     def _copies_s(self, work: StepWork, state: State, forward: Cases, backward: Cases) -> Cases:
-        """Time of copies to the host's memory that forward does not hide, and of those back beyond backward [s]."""
+        """Time of copies to the host's memory beyond forward, and of copies back beyond backward [s]."""
         copies = self._speeds.host_copy_s(work.packs * self._inputs(work, state) / work.sequence)
         return Cases(
             *(max(0.0, copy - f) + max(0.0, copy - b) for copy, f, b in zip(copies, forward, backward, strict=True))
@@ -413,7 +413,7 @@ class StepTimes:
         return self._cost_model.params.trainable
 
     def _optimizer_s(self, work: StepWork, state: State) -> Cases:
-        """Time of an update: bytes of what it reads and writes, and Muon's products."""
+        """Time of an update: the bytes that it reads and writes, and Muon's products."""
         # gradients are read for their norm and scaled; then the update reads and writes what it is about
         trained, moments, update = self._trained, num_moments(self._cost_model, muon=state.muon), self._kernels.update
         num_bytes = clipping_bytes(state, trained, update) + update_bytes(state, trained, moments, update)
@@ -454,12 +454,12 @@ def _kind_of(row: Row) -> str:
 
 @remembered
 def _bytes_by_block(saved: SavedActivations, pack: Workload, fused: bool) -> dict[str, int]:
-    """Activations that each block saves of a pack [bytes]; of what is outside of blocks under ""."""
+    """Activations that each block saves of a pack [bytes]; "" for activations outside of blocks."""
     return {name: bytes_of(block.fused if fused else block.plain, pack) for name, block in saved.blocks.items()}
 
 
 def _share(row: FlopRow, padding: Mapping[str, int], work: StepWork) -> float:
-    """Share of a component's FLOPs that one device computes, with those on its padding."""
+    """Share of a component's FLOPs that one device computes, padding included."""
     return (1 + (padding.get(row.name, 0) / row.total if row.total else 0.0)) / work.devices
 
 

@@ -27,7 +27,7 @@ from headway.safe_path import current_folder_kept_out
 Outcome = Literal["measured", "out of memory", "failed", "did not end"]
 
 STEPS, WARM_UP = 5, 2
-"""Steps that are timed, and those before them, in which blocks compile and the allocator fills."""
+"""Steps that are timed, and steps before them, in which blocks compile and the allocator fills."""
 
 LIMIT_S = 600.0
 _KILLED = -signal.SIGKILL  # the system's signal to a process if the host's memory ends
@@ -148,7 +148,7 @@ def _train_command(path: Path, processes: int) -> list[str]:
 
 
 def _end(process: "subprocess.Popen[str]") -> None:
-    """End what a run has left behind: its workers, or all of it."""
+    """End the processes that a run has left behind: its workers, or all of the run."""
     with suppress(ProcessLookupError):  # all of it has ended by itself
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -31,10 +31,10 @@ from headway.report import format_bytes
 from headway.words import Argument
 
 BEYOND = 1.25
-"""Up to this share of the limit, choices are timed too, to tell what more memory would buy."""
+"""Share of the limit up to which choices are timed too, to tell what more memory would buy."""
 
 MORE_LOST = 0.001
-"""Share of the tokens that a choice may leave out, cut or split beyond what the recipe's own packs do."""
+"""Share of the tokens that a choice may leave out, cut or split beyond the losses of the recipe's own packs."""
 
 _SHARES_OF_LEFT = (1.0, 0.92, 0.6)  # sizes tried for `memory:SIZE`
 _MIB = 2**20
@@ -279,7 +279,7 @@ class Search:
 
 @dataclass(frozen=True, eq=False)
 class PricedLengths(LengthTable):
-    """Lengths whose FLOPs are counted once, whatever packs they go into."""
+    """Lengths whose FLOPs are counted once for all packs."""
 
     _costs: dict[str, Numbers] = field(default_factory=dict, init=False)
 
@@ -312,7 +312,7 @@ def distinct(candidates: Sequence[Prediction], count: int) -> list[Prediction]:
 
 
 def _order(candidate: Prediction) -> tuple[float, int, int]:
-    """The fastest first; where two differ by less than a thousandth, what changes less, then what holds less."""
+    """Sort key: the fastest first; below a thousandth of difference, fewer changes first, then less memory."""
     return (-round(1000 * math.log(candidate.flops_per_s)), len(candidate.changes), candidate.memory.peak)
 
 

@@ -29,7 +29,7 @@ _PRODUCTS_KEPT = ("full,-attention,-projections,-mlp", "full,-attention,-project
 RECOMPUTES = ("none", "every:4", "every:3", "every:2", *_PRODUCTS_KEPT, "full,-attention", "every:2,-attention", "full")
 CHUNKS = (512, 2048, 8192, None)
 LEFT = "left"
-"""Stands for `memory:SIZE` of what the limit leaves for activations."""
+"""Value that stands for `memory:SIZE` of the room that the limit leaves for activations."""
 
 TOLERANCE = 0.05
 _DEGREES = (1, 2, 4, 8)  # processes of a node, that share packs or experts
@@ -191,7 +191,7 @@ class Space:
 
 
 def _of_towers(towers: Collection[str]) -> list[str]:
-    """Choices by which one tower is recomputed and the others are not, or keep what attention computed."""
+    """Choices by which one tower is recomputed and the rest is not, or keeps the results of attention."""
     choices = ("{}:full", "{}:full,-attention", "full,-attention,{}:full") if len(towers) > 1 else ()
     return [choice.format(tower) for choice, tower in product(choices, sorted(towers))]
 
