@@ -1,4 +1,4 @@
-"""The time of a step by component, module, kernel or pass of attention, and in which part of the step it was spent.
+"""The time of a step by component, module, kernel or pass of attention, and by part of the step.
 
 A pass of the whole model computes one pack, so a kernel of attention belongs to the pack of the pass that launched it.
 Backward has the pass of the forward that it differentiates, by the sequence number, and recomputation that of the

@@ -127,7 +127,7 @@ class NeededWork:
         return self._components[path]
 
     def components_in(self, module: str) -> frozenset[str]:
-        """The components of a module and of all that it holds."""
+        """The components of a module and of all modules within."""
         own = {self._components[module]} if module in self._components else set()
         return frozenset(own | self._within.get(module, set()))
 

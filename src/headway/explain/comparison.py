@@ -213,7 +213,7 @@ def differences(compared: Comparison) -> list[str]:
 
 
 def _unseparated(line: LineDifference, worse: Sequence[LineDifference]) -> str:
-    """Say how much time no line tells apart, and whether padding is in it, whose own line is its work at the peak."""
+    """Say how much time only a profile separates, and whether padding beyond its time at peak is part of it."""
     text = f"Kernels and waiting that only a profile tells apart: {_signed(line.ns)} ms"
     if line.ns > 0 and any(other.key == "padding" for other in worse):
         text += "; what padding took beyond its time at peak is part of it"

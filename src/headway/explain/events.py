@@ -206,7 +206,7 @@ class Operands:
         return operand_bytes[-1] + 2 * rows * width * _TYPES[self.types[0]][0]
 
     def product(self, operator: str) -> Product | None:
-        """Sizes of the matrix product that an operator computes; None if it is none, or its sizes were not recorded.
+        """Sizes of the matrix product that an operator computes; None for other operators, or without recorded sizes.
 
         >>> Operands.read([[10], [8, 4], [4, 10]], ["float"] * 3, None).product("aten::addmm")
         Product(batch=1, m=8, n=10, k=4, dtype='fp32')

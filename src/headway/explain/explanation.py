@@ -272,7 +272,7 @@ def unprofiled_waterfall(
 
 
 def mfu_without(at_peak_ns: float | None, duration_ns: int, key: str, ns: int) -> float | None:
-    """MFU of the step without a line of it; None where that says nothing."""
+    """MFU of the step without one of its lines; None for lines whose loss tells nothing."""
     if at_peak_ns is None or key == "useful" or not 0 < ns < duration_ns:
         return None
     return at_peak_ns / (duration_ns - ns)
@@ -326,7 +326,7 @@ def _counts(traffic: OperandTraffic) -> tuple[int, int, int, int]:
 
 
 def operand_traffic(measured: MeasuredTrace, step: MeasuredStep, bytes_per_s: float | None) -> OperandTraffic | None:
-    """Add up the operands of a step's memory-bound kernels; None where the trace has no shapes of them.
+    """Add up the operands of a step's memory-bound kernels; None if the trace has no shapes.
 
     An operator counts once, however many kernels it launched; on a CPU it moves nothing itself where one that it calls
     does. Operands that the memory cannot have moved in the operator's time are not counted.

@@ -30,7 +30,7 @@ _SEQUENCE = re.compile(r", seq = (\d{1,18})")
 
 
 def read_export(path: Path, on_event: Callable[[dict[str, Any]], None], notes: list[str]) -> dict[str, Any]:
-    """Read an export, hand over each event in the form of torch.profiler's, and return what stands beside them.
+    """Read an export, hand over each event in the form of torch.profiler's, and return the facts beside the events.
 
     Args:
         path: a SQLite database.

@@ -44,7 +44,7 @@ class Owners:
         self._names: dict[tuple[str, str, bool], str] = {}
 
     def of(self, event: int) -> str:
-        """Name the owner of an event; `NO_COMPONENT` where nothing tells it."""
+        """Name the owner of an event; `NO_COMPONENT` if it is unknown."""
         attribution = self._attribution
         activity = _OF_PHASE.get(attribution.phase[event]) or _OF_WORK.get(attribution.work[event])
         if activity is not None:

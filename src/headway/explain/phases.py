@@ -193,7 +193,7 @@ def mean_phases(steps: Sequence[tuple[int, Sequence[PhaseLine]]]) -> tuple[Phase
 
 
 def _mean_rate(rates: Sequence[tuple[float | None, int]]) -> float | None:
-    """Mean of a rate over the time that it was reached in; None where it is not known of a step that took time."""
+    """Mean of a rate over its time; None if the rate of a step that took time is unknown."""
     timed = [(rate, ns) for rate, ns in rates if ns]
     total_ns = sum(ns for _, ns in timed)
     reached = [rate * ns for rate, ns in timed if rate is not None]
@@ -231,7 +231,7 @@ def _rate(rate: float | None) -> str:
 
 
 def phase_sentences(lines: Sequence[PhaseLine]) -> list[str]:
-    """Say of each phase that generates, or has devices of its own, what it takes at least and what it waits for."""
+    """Describe each phase that generates, or has devices of its own: its lower bounds, and its waits."""
     texts = []
     for line in lines:
         if line.share < _WORTH_A_WORD and line.busy_ns == line.ns:
@@ -250,7 +250,7 @@ def phase_sentences(lines: Sequence[PhaseLine]) -> list[str]:
 
 
 def _of_generation(line: PhaseLine) -> list[str]:
-    """Lower bounds of a generation's time beside it, its rows and its idle places."""
+    """Lower bounds of a generation's time, its rows and its idle places."""
     # Rates are shares of what the devices can do: so are these times of the phase's.
     floors = [
         f"{format_ms(round(rate * line.busy_ns))} ms {what}"

@@ -41,7 +41,7 @@ class RankStep:
 
     @property
     def busy_ns(self) -> int:
-        """Time in which it computed forward and backward [ns]."""
+        """Time in which the rank computed forward and backward [ns]."""
         return sum(self.spent.get(key, 0) for key in _BUSY)
 
 
@@ -76,7 +76,7 @@ class WaitedFor:
     flops_per_s_of_others: float | None = None
 
     def sentence(self) -> str:
-        """Say it in a sentence, without a full stop."""
+        """Sentence on the wait, without a full stop."""
         return f"rank {self.rank} made the others wait {format_ms(self.wait_ns)} ms: {self.why()}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -89,7 +89,7 @@ class WaitedFor:
         return min(1.0, self.cause_ns / self.wait_ns) if self.wait_ns > 0 else 0.0
 
     def why(self) -> str:
-        """The reason alone, with the part of the wait that it covers where that is not most of it."""
+        """The reason alone, with its part of the wait if that is not most of the wait."""
         if self.cause == "unknown" or self.explained >= _MOST:
             return self._reason()
         return f"{self._reason()}, which explains {format_share(self.explained)} of it"

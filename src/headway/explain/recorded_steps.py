@@ -55,7 +55,7 @@ class _RecordSeries:
         self._single, self._room, self._most = single, 0, _MOST_RECORDS
 
     def add(self, entry: RecordedStep) -> None:
-        """Take in a record; of a run that was resumed the last one of each step counts, if it stands by itself."""
+        """Take in a record; in a resumed run the last record of each step counts, if it stands by itself."""
         last = next(reversed(self.by_step.values()), entry)
         if self.size > 1 and entry.step <= last.step:
             self.repeated += 1
@@ -133,7 +133,7 @@ def read_steps(path: Path, single: int | None) -> tuple[list[RecordedStep], list
 
 
 def _whole(entry: RecordedStep) -> RecordedStep:
-    """Derive the record of a window; one of lines that were edited stays as it is, and explain names its step."""
+    """Derive the record of a window; edited lines stay as they are, and explain names their step."""
     if not isinstance(entry.record, Measured):
         return entry
     try:

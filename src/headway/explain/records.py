@@ -102,7 +102,7 @@ def explain_with_records(
 
 
 def find_in_records(records: Iterable[Mapping[str, Any]], memory_bytes: int | None = None) -> list[Finding]:
-    """Find what the records of a run's last steps show, while it goes.
+    """Find the findings of a run's last records, while the run goes.
 
     Args:
         records: as Headway writes them, in their order.

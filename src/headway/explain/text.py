@@ -91,7 +91,7 @@ def as_text(explanation: JobExplanation, by: By | Literal["gemm"] | None = None,
 
 
 def _title(shown: StepWaterfall, mean: MeanWaterfall, num_ranks: int) -> str:
-    """The step of median duration, which is all there is of one step, or the mean with that step behind it."""
+    """Title of a step that is alone, or of the mean of several with the median step behind it."""
     is_whole = shown.measured is not None and shown.step == 0 and not shown.measured[0].trace.steps
     title = "the whole trace" if is_whole else f"step {shown.step}"
     if mean.num_steps > 1:

@@ -199,7 +199,7 @@ class _Builder:
         self._rows.extend(row)
 
     def _pass_over(self, category: str, event: dict[str, Any]) -> None:
-        """Count an event of a category that is not read; of processes by number, as devices and hosts have them."""
+        """Count an event of an unread category; numbers of processes tell devices and hosts apart."""
         if category.lower() not in _SPANS and isinstance(event.get("pid"), int) and event.get("dur"):
             self._foreign[category[:40], event["pid"]] += 1
 
@@ -312,7 +312,7 @@ class _EndOfTextError(Exception):
 
 
 class _Values:
-    """A text of which the part in hand begins at `_at`; more is read when a value does not end in it.
+    """A text whose part in hand begins at `_at`; more is read when a value does not end in it.
 
     Numbers with a fraction arrive as text, as they are written: a timestamp in microseconds since 1970 with three
     decimals has more digits than a float.
@@ -367,7 +367,7 @@ class _Values:
         return metadata
 
     def _bare_events(self, on_event: Callable[[dict[str, Any]], None]) -> None:
-        """Events of a list without more around it, whose end may be missing: the format of Chrome's traces says so."""
+        """Events of a bare list, whose end may be missing: the format of Chrome's traces says so."""
         count = 0
 
         def counted(event: dict[str, Any]) -> None:

@@ -167,7 +167,7 @@ def _rates(measured: MeasuredTrace, device: str | None) -> DeviceRates:
 
 
 def _dtype_of_products(measured: MeasuredTrace) -> str | None:
-    """Name the precision in which most of the time of products was spent; None where nothing tells it."""
+    """Name the precision in which most of the time of products was spent; None if it is unknown."""
     spent: Counter[str] = Counter()
     for owned in (owned for step in measured.steps for owned in step.owned if owned.line == MATMUL):
         name = measured.trace.names[measured.events.name[owned.event]]
@@ -191,7 +191,7 @@ def _is_rate(text: str) -> bool:
 
 
 def _hardware_name(name: str) -> str:
-    """Name a device without what a cloud's driver adds to it: a virtual function (SR-IOV) has the card to itself.
+    """Name a device without the additions of a cloud's driver: a virtual function (SR-IOV) has the card to itself.
 
     >>> _hardware_name("AMD Instinct MI300X VF")
     'AMD Instinct MI300X'

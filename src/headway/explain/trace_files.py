@@ -156,7 +156,7 @@ def _of_zip(raw: BinaryIO, path: Path) -> Iterator[TraceText]:
 
 
 def _check_directory(raw: BinaryIO, path: Path) -> None:
-    """Refuse a zip whose list of files is so long that it fills the memory."""
+    """Refuse a zip whose list of files would fill the memory."""
     size = raw.seek(0, io.SEEK_END)
     raw.seek(max(0, size - _ZIP_END_BYTES))
     tail = raw.read()
@@ -222,7 +222,7 @@ def _decompressed(file: BinaryIO, path: Path, stack: ExitStack) -> BinaryIO:
 
 
 def _damage() -> tuple[type[Exception], ...]:
-    """Errors of a damaged file, those of the readers of zstd that are loaded among them, which are none of Python's."""
+    """Errors of a damaged file, with the errors of the loaded readers of zstd, which are none of Python's."""
     loaded = [module for name in _ZSTD_MODULES if (module := sys.modules.get(name)) is not None]
     return (*_DAMAGE, *(module.ZstdError for module in loaded))
 

@@ -83,7 +83,7 @@ class HeldOutTally:
 
     @property
     def parting(self) -> Parting | None:
-        """The best evaluation and the last one, where the losses have parted between them; None where not."""
+        """The best evaluation and the last one, if the losses have parted between them; None otherwise."""
         if self.least is None or self.last is None or self.least.training is None or self.last.training is None:
             return None
         has_risen = self.last.loss > max(RISEN * self.least.loss, self.least.loss + LEAST_RISE)

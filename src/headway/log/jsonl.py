@@ -105,7 +105,7 @@ def append_in_turn(path: Path, line: bytes) -> None:
 
 
 def _mend_end(file: FileIO, *, begin: bytes = b"") -> None:
-    """Give a last line its line break if it is a whole object; else it is a fragment that a kill left, and removed.
+    """Give a last line its line break if it is a whole object; else remove it, as a fragment that a kill left.
 
     Args:
         file: opened for appending, without a buffer.
@@ -204,7 +204,7 @@ def sharing_decoder() -> json.JSONDecoder:
 
 
 def as_object(line: bytes, decoder: json.JSONDecoder | None = None) -> dict[str, Any] | None:
-    """Read a line as a JSON object; None if it is none.
+    """Read a line as a JSON object; None for other lines.
 
     Args:
         line: UTF-8.

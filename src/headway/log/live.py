@@ -105,7 +105,7 @@ class TimeLeft:
         self._first: tuple[int, float] | None = None
 
     def after(self, step: int) -> list[tuple[str, str]]:
-        """Name and value for a line, after a step; nothing where it is not known yet, or nothing is left."""
+        """Name and value for a line, after a step; nothing if the time is unknown yet, or nothing is left."""
         now_s = self._clock()
         if self._first is None:
             self._first = step, now_s

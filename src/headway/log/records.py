@@ -24,7 +24,7 @@ SCHEMA_VERSION = 1
 _FILE_VERSION = 2
 """Version of lines that hold measured entries alone; lines of version 1 are whole records."""
 LISTED = 128
-"""Ranks up to which a record lists each of them."""
+"""Most ranks that a record lists one by one."""
 _HEADER = "run_header"  # entry of a line: the header that it belongs to
 # Entries that rates and fractions are computed from, and that no whole record has.
 _INPUTS = (
@@ -104,7 +104,7 @@ class StepRecord(dict[str, Any]):
 
 
 def derived(measured: Mapping[str, Any]) -> dict[str, Any]:
-    """Make a whole record of what was measured."""
+    """Make a whole record of measured entries."""
     entry = measured
     wall_s, world_size, tokens, slots = (entry[name] for name in ("wall_s", "world_size", "tokens", "slots"))
     total, flops = _all_passes(entry["flops"])

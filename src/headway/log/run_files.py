@@ -1,4 +1,4 @@
-"""Names of a run folder's files, whole writes of them, and the losses that its records tell.
+"""Names of a run folder's files, whole writes of them, and the losses in its records.
 
 config.yaml     the configuration as it was resolved
 run.json        versions, device, git commit, peak and convention

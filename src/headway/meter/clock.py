@@ -1,4 +1,4 @@
-"""The one clock: the host's time, and points in a device's queue whose times are read once the device has passed them.
+"""The one clock: the host's time, and points in a device's queue, whose times are read after the device passed them.
 
 Everything that times a step or charges a second asks here, so that a test can put a pretended device in its place.
 `ForwardTimer` asks how long a rank computes without waiting for others. Collectives make the steps of all ranks equally

@@ -56,7 +56,7 @@ class EnergyMeter:
             self.reason = str(error)
 
     def joules(self) -> float | None:
-        """Energy since this object was made [J]; None if it is not known, and from then on."""
+        """Energy since this object was made [J]; None from the first unknown reading on."""
         if self.reason is not None:
             return None
         try:
@@ -71,7 +71,7 @@ class EnergyMeter:
 
 
 def clocks_of(device: Any) -> dict[str, int] | None:
-    """Read the clock of a GPU's multiprocessors now, and the highest it may have [MHz]; None where NVML tells neither.
+    """Read the clock of a GPU's multiprocessors now, and the highest it may have [MHz]; None if NVML has neither.
 
     Source: NVML API reference, nvmlDeviceGetClockInfo and nvmlDeviceGetMaxClockInfo.
     """
@@ -88,7 +88,7 @@ def clocks_of(device: Any) -> dict[str, int] | None:
 
 
 class WindowEnergy:
-    """Energy of the steps that a meter counts, read when a window ends and around what is not training.
+    """Energy of the steps that a meter counts, read when a window ends and around time away from training.
 
     The energy of a step that compiles in the middle of a window is included, as nobody knew that it would.
 
@@ -123,7 +123,7 @@ class WindowEnergy:
         self._has_counted = self._has_counted or not left_out
 
     def add_to(self, sums: Sums) -> None:
-        """Add what was drawn since the last time to a window's sums."""
+        """Add the energy since the last reading to a window's sums."""
         self._mark(counts=True)
         if self._counted_j is None:
             sums[WHOLE, "num_without_energy"] += 1

@@ -41,7 +41,7 @@ def device_of(model: Any) -> Any:
 
 
 def peak_of(model: Any, device: Any) -> Peak:
-    """Look the peak of the model's device up; one without a number, and a warning, where it is unknown."""
+    """Look up the peak of the model's device; a peak without a number, and a warning, if it is unknown."""
     from headway.devices import Peak, peak_for
 
     if isinstance(model, CostModel):

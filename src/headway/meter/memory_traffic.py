@@ -29,7 +29,7 @@ class StepBytes:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """All bytes of the step."""
         return self.weights + self.gradients + self.optimizer + self.activations
 
 

@@ -50,7 +50,7 @@ _NOT_OWN = (
 
 @dataclass(frozen=True, slots=True)
 class Purpose:
-    """Purpose of a pause, and how code tells it (`purposes.toml`).
+    """Purpose of a pause, and the code that shows it (`purposes.toml`).
 
     Attributes:
         name: of it; "" of the one that nobody knows.
@@ -76,11 +76,11 @@ class Purpose:
         return "message" in self.in_trace
 
     def is_told_by_file(self, path: str) -> bool:
-        """Tell whether a file of an installed package tells it."""
+        """Tell whether a file of an installed package shows this purpose."""
         return bool(self.files) and re.search(self.files, path) is not None
 
     def is_told_by(self, frame: str) -> bool:
-        """Tell whether a frame, "name (folder/file.py:line)", behind a ~ where a package is installed, tells it."""
+        """Tell whether a frame shows this purpose: "name (folder/file.py:line)", behind a ~ in an installed package."""
         name, _, place = frame.removeprefix("~").partition(" (")
         is_named = bool(self.functions) and re.fullmatch(self.functions, name) is not None
         return is_named or (frame.startswith("~") and self.is_told_by_file(place))

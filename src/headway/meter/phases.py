@@ -162,7 +162,7 @@ class PhaseTimer:
         return StepPhases(self._spans, self._even)
 
     def begin(self, phase: str, mark: Mark | None = None) -> None:
-        """Note that a phase begins, and with it ends the gap before; nothing where another one lasts."""
+        """Note that a phase begins, and with it ends the gap before; nothing if another phase lasts."""
         if self._lasts and (self._border, phase) == ("exchange", "forward"):
             self.end("exchange", mark)
         if self._lasts or self._is_away:

@@ -36,7 +36,7 @@ class StepTime(NamedTuple):
 
 
 class LoopWatcher:
-    """Is told by a meter what its loop does, as one of its `watchers`; this one does nothing about it.
+    """Hears from a meter what its loop does, as one of its `watchers`; this class does nothing about it.
 
     Attributes:
         waiting: watchers of whichever meter starts next in this process.
@@ -50,13 +50,13 @@ class LoopWatcher:
         """Note that the clock of a meter has started."""
 
     def begin(self, phase: str) -> None:
-        """Note that a phase begins, such as "data_wait"; it ends the one before."""
+        """Note that a phase begins, such as "data_wait"; the phase before ends."""
 
     def end(self, phase: str) -> None:
         """Note that a phase ends, if it is the one that lasts."""
 
     def enter(self, name: str) -> None:
-        """Note that a phase begins that the loop names; one within another interrupts it."""
+        """Note that a phase begins that the loop names; a phase within another interrupts it."""
 
     def leave(self) -> None:
         """Note that the innermost phase ends that the loop names."""

@@ -21,7 +21,7 @@ _NO_FACTS = dict.fromkeys(("device_memory_bytes", "weights_dtype", "optimizer", 
 
 
 class _Entry(property):
-    """An entry of a record as an attribute; NaN where it is not known."""
+    """An entry of a record as an attribute; NaN if it is unknown."""
 
     def __init__(self, meaning: str) -> None:
         super().__init__(self._read)
@@ -87,7 +87,7 @@ class PhaseUse:
 
     @property
     def bound(self) -> str | None:
-        """Limit of the phase on perfect hardware, `compute` or `memory`; None where it is not known."""
+        """Limit of the phase on perfect hardware, `compute` or `memory`; None if it is unknown."""
         bound: str | None = self.entries["bound"]
         return bound
 

@@ -71,7 +71,7 @@ def compared_markdown(a: ReportedRun, b: ReportedRun) -> str:
 
 
 def _named_apart(a: ReportedRun, b: ReportedRun) -> tuple[ReportedRun, ReportedRun]:
-    """Two runs under names that tell them apart."""
+    """Two runs under names that distinguish them."""
     names = names_of_runs([a.path, b.path])
     return replace(a, name=names[0]), replace(b, name=names[1])
 
@@ -103,7 +103,7 @@ def _settings_in_words(a: ReportedRun, b: ReportedRun) -> list[str]:
 
 
 def _waste_differs(a: ReportedRun, b: ReportedRun) -> list[str]:
-    """Factor of FLOPs that a step computes for the same useful ones, where it is above 1."""
+    """Change of the FLOPs that are computed for each useful FLOP, if the two runs differ."""
     ratios = _computed_of_useful(a), _computed_of_useful(b)
     if math.isclose(*ratios, rel_tol=_SAME_WORK):
         return []
@@ -111,7 +111,7 @@ def _waste_differs(a: ReportedRun, b: ReportedRun) -> list[str]:
 
 
 def _peaks_differ(a: ReportedRun, b: ReportedRun) -> list[str]:
-    """Warning that a share of one peak is compared with that of another, where it is."""
+    """Warning that shares of two different peaks are compared, if they are."""
     peaks = [number(run.records[-1].get("peak_flops_per_s")) for run in (a, b)]
     if None in peaks or math.isclose(*(peak or 0.0 for peak in peaks), rel_tol=_SAME_PEAK):
         return []

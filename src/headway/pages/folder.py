@@ -39,7 +39,7 @@ _NOTHING = ReportSection("", (), ())
 def folder_sections(
     folder: Path | None, records: Sequence[Mapping[str, Any]], marks: Sequence[ChartMark] = ()
 ) -> dict[str, list[ReportSection]]:
-    """Sections that a run tells beside its mean step, by heading; what it does not hold is a section without rows.
+    """Sections of a run beside its mean step, by heading; a section without rows stands for missing files.
 
     Args:
         folder: of the run; None for a file of records, which has its own alone.

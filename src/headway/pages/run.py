@@ -91,7 +91,7 @@ class StepProfile:
 
 @dataclass(frozen=True, slots=True)
 class ReportedRun:
-    """A run as its records tell it.
+    """A run as its records show it.
 
     Attributes:
         name: of the run folder or file.
@@ -135,7 +135,7 @@ def read_run(path: Path) -> ReportedRun:
 
 
 def assembled(path: Path, explanation: JobExplanation, records: Sequence[Mapping[str, Any]]) -> ReportedRun:
-    """Add what stands beside the records of a run.
+    """Add the files that stand beside the records of a run.
 
     Args:
         path: run folder, file of a meter's records, or another tool's log.
@@ -365,7 +365,7 @@ def _waterfalls(run: ReportedRun) -> list[ReportSection]:
 
 
 def waterfall_section(mean: MeanWaterfall, says: str, what: str = "records") -> ReportSection:
-    """Show the lines of a mean step as a table, and those above zero as bars.
+    """Show the lines of a mean step as a table, and lines above zero as bars.
 
     Args:
         mean: the step.

@@ -85,7 +85,7 @@ def _learnt(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def scores(judged: Mapping[str, Any]) -> str:
-    """Loss, exact answers and right pairs of one evaluation in words; "" where it has none."""
+    """Loss, exact answers and right pairs of one evaluation in words; "" without any."""
     loss, exact = number(judged.get("loss")), number(judged.get("exact_match"))
     parts = [] if loss is None else [f"{loss:.4g} on held-out samples"]
     parts += [] if exact is None else [f"{format_share(exact)} of the held-out answers exact"]

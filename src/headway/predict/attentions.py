@@ -1,4 +1,4 @@
-"""Heads of a model's attention, read off its rows and what it saves: for exchanges, memory and rates."""
+"""Heads of a model's attention, read off its rows and its saved activations: for exchanges, memory and rates."""
 
 from dataclasses import dataclass
 

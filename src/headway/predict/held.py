@@ -1,4 +1,4 @@
-"""Bytes that no pack changes: in what each weight is held and gathered, and what an update of them adds.
+"""Bytes that no pack changes: weights as they are held and gathered, and the additions of their update.
 
 What learns is held as the optimizer sees it. What does not is held in the dtype of the products, where only products
 read it or FSDP2 gathers it in that (`headway.models.frozen`), or in 4 or 8 bits (`headway.models.quantised`). FSDP2
@@ -75,7 +75,7 @@ class Holding:
 
     @staticmethod
     def of(state: State, sharing: Sharing) -> "Holding":
-        """Read it off a run's dtypes and sharing."""
+        """Read the holding off a run's dtypes and sharing."""
         float8 = state.float8 and sharing.shards > 1 and not sharing.offload
         return Holding(state.weight_bytes, state.compute_bytes, state.base, sharing.gathers, float8)
 

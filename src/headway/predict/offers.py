@@ -1,4 +1,4 @@
-"""Devices with their prices: which of them, and how many, train a run within a time, and at what cost.
+"""Devices with their prices: which devices, and how many, train a run within a time, and at what cost.
 
 Each offer is planned on 1, 2, 4, ... devices, as `headway plan --scale` plans each size: with its real packs, memory,
 exchanges and time. Where a size does not fit, the settings that `ways_to_fit` finds are tried, but for those that
@@ -31,7 +31,7 @@ from headway.report import format_bytes, format_duration
 from headway.report.quantity import MONEY, examples, parse_number
 
 MOST_DEVICES = 1024
-"""Of one offer, where its list says no other number."""
+"""Most devices of one offer, if its list says no other number."""
 _FORMS = "a mapping as `H100: 2.5`, a list with device and price in each entry, or CSV with these two columns"
 _KEYS = ("device", "price", "most", "offer")
 _NEVER_FASTER = 0.8  # share of the time by proportion to devices; more memory may save recomputation
@@ -292,7 +292,7 @@ class OfferSearch:
         return replace(self.predictor, device=device, speeds=self.speeds(device), links=links)
 
     def _at(self, offer: Offer, predictor: Predictor, count: int) -> PricedRun | str:
-        """The run on so many devices, with the settings that harm least where it does not fit; or why it does not."""
+        """The run on so many devices, with the least harmful settings that make it fit, or the reason why none do."""
         size = at_size(predictor, self.config, count, self.pattern)
         if size.fits is not False:
             return self._priced(offer, size, ())

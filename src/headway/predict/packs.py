@@ -63,7 +63,7 @@ class Packs:
 
     @property
     def tokens_per_sample(self) -> float:
-        """Tokens that are trained on for each sample of the data, those that are left out among the samples."""
+        """Tokens that are trained on for each sample of the data, left-out samples included in the number."""
         return self.epoch_tokens / self.counts.read
 
     def step_tokens(self, config: TrainConfig, shape: MeshShape) -> float:
@@ -277,7 +277,7 @@ def _without_media(table: LengthTable) -> LengthTable:
 
 
 def repeated(table: LengthTable, samples: int, seed: int | None) -> LengthTable:
-    """Draw so many samples from a table that has fewer; one that has enough stays as it is.
+    """Draw so many samples from a table that has fewer; a large enough table stays as it is.
 
     Args:
         table: the samples.

@@ -114,7 +114,7 @@ class Prediction:
 
     @property
     def fits(self) -> bool | None:
-        """True if the run fits what a plan may fill of the device's memory; None where that is not known."""
+        """True if the run fits the part of the device's memory that a plan may fill; None if the memory is unknown."""
         room = room_of(self.device)
         return None if room is None else self.memory.peak <= room
 

@@ -1,4 +1,4 @@
-"""Properties of a recipe that a prediction reads: precision and dtypes, sharing, recomputation, what learns.
+"""Properties of a recipe that a prediction reads: precision and dtypes, sharing, recomputation, trained parts.
 
 Nothing here depends on the device that is planned for. Torch is needed for models whose rows a recipe changes alone.
 """

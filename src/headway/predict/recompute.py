@@ -1,4 +1,4 @@
-"""Choose what to recompute, as little as possible, so that what blocks keep from forward to backward fits a budget."""
+"""Choose the least recomputation with which the activations that blocks keep fit a budget."""
 
 import math
 from collections import Counter
@@ -27,14 +27,14 @@ class BlockBytes:
     mlp: int = 0
 
     def kept(self, kinds: Collection[str] = ()) -> int:
-        """Bytes that it keeps where it is recomputed, with the results of some kinds."""
+        """Bytes that the block keeps where it is recomputed, with the results of some kinds."""
         results: int = sum(getattr(self, kind) for kind in kinds)
         return min(self.saved, self.entry + results)
 
 
 @dataclass(frozen=True, slots=True)
 class BlockFlops:
-    """FLOPs that recomputing one block runs again, of a pack; by kind, and those that only a block left alone saves."""
+    """FLOPs of a pack that recomputing one block runs again, by kind; `never_kept` are saved by no recomputed block."""
 
     attention: int = 0
     projections: int = 0
@@ -177,7 +177,7 @@ def least_recomputed(
     levels: Sequence[frozenset[str]],
     budget_bytes: int,
 ) -> dict[str, frozenset[str]]:
-    """Choose what to recompute so that `most_kept` is within a budget and few FLOPs run again.
+    """Choose blocks to recompute so that `most_kept` is within a budget and few FLOPs run again.
 
     Greedy: all is recomputed at first. Then the step that saves the most FLOPs for a byte goes first, for as many
     blocks as fit, spread evenly over their tower: to keep the results of a kind more, or to leave a block alone.
@@ -223,7 +223,7 @@ def least_recomputed(
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """From what is kept of a recomputed block to more of it, or to a block that is left alone."""
+    """Step from the kept kinds of a recomputed block to more kinds, or to a block that is left alone."""
 
     low: frozenset[str]
     high: frozenset[str] | None

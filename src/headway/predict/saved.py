@@ -70,7 +70,7 @@ def _traced_of_shipped(shipped: str, learns: str, precision: str) -> SavedActiva
 def saved_of_partly_trained(
     architecture: Any, learns: ModelConfig, precision: str, ledger: CostModel | None = None
 ) -> SavedActivations:
-    """Trace them from a transformers configuration.
+    """Trace the activations from a transformers configuration.
 
     Args:
         architecture: a transformers configuration.
@@ -93,7 +93,7 @@ def saved_of_partly_trained(
 
 
 def _estimated(model: ModelConfig, shipped: str, precision: str) -> SavedActivations:
-    """Estimate them of a shipped model without torch: of frozen parts as if they learnt, which saves more."""
+    """Estimate the activations of a shipped model without torch: frozen parts count as trained, which saves more."""
     saved = shipped_activations(shipped, precision)
     parts = [name for name, there in (("frozen parts", model.freeze), ("adapters", model.lora)) if there]
     if model.lora is not None:
@@ -103,7 +103,7 @@ def _estimated(model: ModelConfig, shipped: str, precision: str) -> SavedActivat
 
 
 def saved_with_adapters(saved: SavedActivations, adapted: CostModel, compute_bytes: int) -> SavedActivations:
-    """Estimate what autograd saves of a model once adapters are on it, without a trace of it.
+    """Estimate the activations that autograd saves of a model with adapters, without a trace of it.
 
     An adapter keeps what its rank is, and its result is added to its host's: fused operations that read the sum keep
     both results, but for queries, keys and values, whose sums attention reads. Plain operations save no more than

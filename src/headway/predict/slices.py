@@ -177,7 +177,7 @@ class Rows:
         return numel // width if is_table else numel
 
     def _numbers_of_experts(self, cost_model: CostModel) -> dict[str, int]:
-        """Number of experts by the module that holds them, from the router beside it: a row for each expert."""
+        """Number of experts by the module that holds them, from the rows of the router beside it."""
         width = self._widths[""]
         largest: dict[str, int] = {}
         for parameter in cost_model.parameters:

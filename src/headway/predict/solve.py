@@ -1,4 +1,4 @@
-"""Derive every quantity that follows from the given ones, and refuse those that contradict each other.
+"""Derive every quantity that follows from the given ones, and refuse given ones that contradict each other.
 
 Each identity is a product of quantities that equals 1, such as tokens/s x step time / tokens per step. One with a
 single unknown gives it; one without must hold.
@@ -75,7 +75,7 @@ _IDENTITIES: tuple[_Identity, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """Quantities that were put in and those that follow from them."""
+    """Quantities that were put in and quantities that follow."""
 
     values: Mapping[str, float]  # all known quantities by key
     inputs: frozenset[str]  # keys of those that it was solved from

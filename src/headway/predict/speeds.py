@@ -47,7 +47,7 @@ PRODUCTS = Cases(0.8, 0.65, 0.45)
 # Source: Dao 2023, arXiv:2307.08691; Shah et al. 2024, arXiv:2407.08608.
 ATTENTION = Cases(0.65, 0.45, 0.25)
 HEAD_SIZE = 128
-"""Size of a head where it is not known."""
+"""Size of a head if it is unknown."""
 KERNELS = {"auto": "fa2", "torch": "fa2", "flash-attn": "fa2", "fa3": "fa3", "cudnn": "cudnn"}
 """Kernel of attention that each value of `speed.attention` is predicted as; auto as what every machine has, since a
 plan does not know the packages of the machine that trains."""
@@ -104,12 +104,12 @@ CUDNN = AttentionKernel(forward_keys=280, backward_keys=600, forward_rate=1.27, 
 ATTENTION_KERNELS = {"fa1": FLASH_2, "fa2": FLASH_2, "fa3": replace(CUDNN, head_multiple=64), "cudnn": CUDNN}
 """Form of each kernel's rate."""
 CUDNN_SLOTS, CUDNN_KEYS = 16_384, 256
-"""Slots of a pack, and keys that a query sees on average, from which cuDNN's kernel is taken where it is asked for.
+"""Slots of a pack, and mean keys of a query, from which cuDNN's kernel is taken if somebody asks for it.
 
 Source: `headway.models.attention.ragged.suits`, which asks for segments of 512 tokens on average.
 """
 GROUPED_ROWS = 170
-"""Grouped products of experts with m rows each reach m / (m + this) of the rate of others.
+"""Rows by which grouped products are slower: experts with m rows each reach m / (m + this) of the rate.
 
 Source: a profile of Qwen3-VL-30B-A3B on a H200, 512 rows for each of 128 experts: 512 TFLOP/s, others 693; 2026-11-26.
 """
@@ -381,7 +381,7 @@ def _clock(device: Device, power_w: float) -> float:
 
 
 def _rate_at(rates: Mapping[int, float], length: float) -> float:
-    """Rate of attention over segments of a length, from those of the lengths around it.
+    """Rate of attention over segments of a length, from the rates of the lengths around it.
 
     Time per token lies on a line between them, since it is that of moving a token plus that of its pairs; beyond the
     longest the rate stays.

@@ -43,7 +43,7 @@ from headway.predict.speeds import HEAD_SIZE, Cases, Shape, Speeds
 from headway.report.step_lines import NAMES, SLOW
 
 ROWS = (64, 512, 2048, 8192)
-"""Rows of inputs for which the rates of products are measured; others lie between or near."""
+"""Rows of inputs for which the rates of products are measured; sizes in practice lie between or near."""
 
 FORWARD_MOVES, BACKWARD_MOVES = 2, 3
 """Times that elementwise operations move each byte that autograd saves: written and read in forward; in backward it is

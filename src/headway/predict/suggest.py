@@ -1,4 +1,4 @@
-"""A configuration for a model and data that somebody brings: written so that it runs as it is, and says why.
+"""A configuration for a model and data that somebody brings: it runs as it is, and gives its reasons.
 
 What can be measured is: lengths come from the index, memory from the dry run's plan, steps from the plan of packs. The
 rest are rules, each named in the comment beside its value.
@@ -100,7 +100,7 @@ class MeasuredLengths:
 
 @dataclass(frozen=True)
 class Suggestion:
-    """A configuration and what it is founded on.
+    """A configuration and the facts it is founded on.
 
     Attributes:
         text: the YAML.
@@ -278,7 +278,7 @@ def _fitted(
     device: Device,
     rate_of_adapters: float,
 ) -> tuple[dict[str, Any], Prediction]:
-    """Settings that fit a device: as it is, with the gentlest setting that is enough, with adapters, with both."""
+    """Settings that fit a device: none, the gentlest setting that is enough, adapters, or both."""
     room = room_of(device) or 0
     for adapters in (False, True):
         if adapters:

@@ -53,7 +53,7 @@ class File:
 
     @property
     def is_local(self) -> bool:
-        """True if it is a path of this machine."""
+        """True if the file's address is a path of this machine."""
         return "://" not in self.url
 
     @property
@@ -80,7 +80,7 @@ class File:
 
     @property
     def folder(self) -> str:
-        """The folder or URL that it lies in."""
+        """The folder or URL that the file lies in."""
         return str(Path(self.url).parent) if self.is_local else without_query(self.url).rpartition("/")[0]
 
     @contextmanager
@@ -201,7 +201,7 @@ def _kind(system: Any, inside: str) -> str | None:
 
 
 def _glob(system: Any, pattern: str) -> Iterator[str]:
-    """Files that a glob names, as fsspec reads globs; on this machine without a list of all that lies around them."""
+    """Files that a glob names, as fsspec reads globs; on this machine without a list of the files around them."""
     pattern = re.sub(r"(\*\*/)+", "**/", pattern)  # each would be tried at every depth
     if not isinstance(system, LocalFileSystem):
         if "**" in pattern and pattern.lower().startswith(("http://", "https://")):
@@ -308,7 +308,7 @@ def cached_path(file: File, purpose: str) -> Path:
 
 
 def from_cache(path: Path, load: Callable[[], T | None], make: Callable[[Path], object], content: str) -> T:
-    """Content of a file of the cache, which is made where it is not there or is damaged, when `load` gives None."""
+    """Content of a file of the cache, made again if the file is missing or damaged, so that `load` gives None."""
     value = load()
     if value is None:
         make(path)

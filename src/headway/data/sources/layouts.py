@@ -80,7 +80,7 @@ class Layout:
 
     @property
     def mapping(self) -> str:
-        """Its columns, as people map them."""
+        """Columns of the layout, as people map them."""
         return mapping({name: name for name, _ in self.columns if name != MEDIA})
 
     def fits(self, kinds: Mapping[str, str]) -> bool:
@@ -114,7 +114,7 @@ class RowReading(NamedTuple):
 
 
 def _pairs(words: str) -> Pairs:
-    """Names and what stands behind "=" in them; the name itself where nothing does."""
+    """Names and the texts behind "=" in them; the name itself without a "="."""
     parts = [word.partition("=") for word in words.split()]
     return tuple((name, role or name) for name, _, role in parts)
 
@@ -193,7 +193,7 @@ def reading_of(
 
 
 def _kind(name: str, values: dict[str, Any], is_there: Callable[[str], bool]) -> str:
-    """Kind of a column's value, as far as layouts ask for it: empty where there is no more to say than that it is one.
+    """Kind of a column's value, as far as layouts ask for it: empty for a value of no further kind.
 
     A column that names media has their kind, with a question mark behind it where a file of that name is not there.
     """
@@ -213,7 +213,7 @@ def _kind(name: str, values: dict[str, Any], is_there: Callable[[str], bool]) ->
 
 
 def _kind_of_media(name: str, value: Any) -> str:
-    """The kind of media that a column holds, or of the file that it names; empty of any other."""
+    """The kind of media that a column holds, or of the file that it names; empty for other columns."""
     if isinstance(value, str):
         return ("://" not in value and kind_of(value)) or ""
     is_medium = isinstance(value, bytes) or (isinstance(value, dict) and media_key(value) is not None)
@@ -411,6 +411,6 @@ def _alike(names: tuple[str, ...]) -> list[tuple[str, str]]:
 
 
 def _suits(name: str, value: Any, column: str) -> tuple[float, ...]:
-    """Fitness of a column for what is missing: by its name, by words in it; as a text, by their number."""
+    """Fitness of a column for a missing one: by its name, by words in it; as a text, by their number."""
     likeness = len(str(value)) if column == TEXT else difflib.SequenceMatcher(None, name.lower(), column).ratio()
     return column in name.lower(), isinstance(value, str), likeness

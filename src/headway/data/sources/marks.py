@@ -114,7 +114,7 @@ def learning_keys(keys: tuple[str, ...]) -> tuple[str, ...]:
 
 @lru_cache(maxsize=1024)
 def round_keys(keys: tuple[str, ...]) -> tuple[str, ...]:
-    """Keys of the question and of the answer among those of a round; none of a turn that is no round."""
+    """Keys of the question and of the answer of a round; none for a turn that is no round."""
     question = next((key for key in QUESTION_KEYS if key in keys), None)
     answer = next((key for key in ANSWER_KEYS if key in keys), None)
     return () if question is None or answer is None else (question, answer)
@@ -300,7 +300,7 @@ def unread_keys(fields: Mapping[str, Any], roles: Mapping[str, str]) -> set[str]
 
 
 def rendered_opening(columns: Mapping[str, Any]) -> str:
-    """The token with which words of a chat's row begin as a chat template writes them; empty of any other row.
+    """The token with which words of a chat's row begin as a chat template writes them; empty for other rows.
 
     >>> rendered_opening({"prompt": "<|begin_of_text|>Hi", "completion": "Ho"})
     '<|begin_of_text|>'

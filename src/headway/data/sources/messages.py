@@ -191,7 +191,7 @@ def rounds_as_turns(entries: Iterable[Any]) -> list[Any]:
 
 
 def speaks_as(turn: Any) -> str | None:
-    """The role of a turn as it was written; None of anything else.
+    """The role of a turn as it was written; None for other values.
 
     >>> speaks_as({"from": "gpt", "value": "Ho"}), speaks_as({"user": "Hi", "assistant": "Ho"}), speaks_as("Hi")
     ('assistant', 'user', None)
@@ -400,7 +400,7 @@ def _check_names_nothing(part: dict[str, Any], kind: str) -> None:
 
 
 def _refuse_cuts(part: dict[str, Any]) -> None:
-    """Refuse what asks for a piece of the media, or for another size: all of it is read, in the folder's own sizes."""
+    """Refuse settings of a piece of the media, or of another size: all of it is read, in the folder's own sizes."""
     inner = part.get(part["type"])
     settings = {**part, **(inner if isinstance(inner, dict) else {})}
     cut = next((key for key in _CUTS if settings.get(key) is not None), None)

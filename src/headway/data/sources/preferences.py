@@ -73,7 +73,7 @@ def _numbered(fields: Row, names: Mapping[str, str], marks: Sequence[Any]) -> li
 
 
 def _rejected(fields: Row, _names: Mapping[str, str], _marks: Sequence[Any]) -> list[Row]:
-    """A row of a chat, and beside it what is other in the rejected one: its answer, all its turns, or its media.
+    """A row of a chat, and beside it the rejected parts: another answer, all turns of another chat, or other media.
 
     Source: ms-swift 4.3, `TemplateInputs.from_dict`: what is not given is the chosen chat's, and an answer takes the
     place of all behind the last turn of the user.
@@ -184,7 +184,7 @@ def _answered(base: Row, prompt: str, answer: Any, answers: Sequence[Any], *, re
 
 
 def _cut(answers: Sequence[Any]) -> list[Row]:
-    """Prompt and answers of texts that begin alike, cut at the last space of what they share, as TRL cuts them."""
+    """Prompt and answers of texts that begin alike, cut at the last space of the shared beginning, as TRL cuts them."""
     if not all(isinstance(answer, str) for answer in answers):
         raise DataError(
             f"the answers are {shortened(answers[0])} and the like, and the row has no prompt: none of the columns "
@@ -238,7 +238,7 @@ def _turns(fields: Row, column: str) -> list[Any]:
 
 
 def _said(answer: Any) -> str | None:
-    """Words of an answer that is words or a single turn of them; None of any other."""
+    """Words of an answer that is words or a single turn of them; None for other answers."""
     turn = answer[0] if isinstance(answer, list) and len(answer) == 1 else answer
     words = turn.get("content", turn.get("value")) if isinstance(turn, dict) else turn
     return words if isinstance(words, str) else words_of(words)
@@ -326,7 +326,7 @@ def is_ranked(fields: Row, column: str) -> bool:
 
 
 def pair_of(words: Any) -> Row | None:
-    """Question, chosen and rejected answer of an object within a column of words, or of its JSON; None of others."""
+    """Question, chosen and rejected answer of an object within a column of words, or of its JSON; None otherwise."""
     if isinstance(words, str):
         if '"rejected"' not in words or not words.lstrip().startswith("{"):
             return None
@@ -336,7 +336,7 @@ def pair_of(words: Any) -> Row | None:
 
 
 def _rating(answer: Row) -> float | None:
-    """The worth of an answer, the higher the better; None where it has none, as where a judge wrote N/A."""
+    """The worth of an answer, the higher the better; None without one, such as a judge's N/A."""
     for key in (*_RANKS, *_RATINGS):
         if (number := _number_of(answer.get(key))) is not None:
             return -number if key in _RANKS else number

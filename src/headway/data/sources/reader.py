@@ -291,7 +291,7 @@ class SpanReader(Reader):
         return table if sound[:-1].all() and (sound[-1] or records_damage) else None
 
     def _scan(self, path: Path) -> None:
-        """Find the rows in one pass; write the table last, so that what it needs is there once it is."""
+        """Find the rows in one pass; write the table last, after the files that it needs."""
         spans, damage = array("q"), ""
 
         def scan(copy: BinaryIO | None) -> None:

@@ -325,7 +325,7 @@ def below(root: str, kind: str, name: str, is_there: Callable[[str], bool] = os.
 
 
 def _within(root: str, path: str) -> str | None:
-    """Part of an absolute path on this machine below the root; None where it lies elsewhere."""
+    """Part of an absolute path on this machine below the root; None for a path elsewhere."""
     if "://" in root:
         return None
     for start in (os.path.abspath(root), _real(root)):  # noqa: PTH100 - as it is written, and with links resolved
@@ -340,7 +340,7 @@ def _real(root: str) -> str:
 
 
 def inline_bytes(kind: str, words: str, *, is_base64: bool = False) -> bytes | None:
-    """Bytes of media within a row's words: a data URI, or base64, told by how files of media begin; None of a name.
+    """Bytes of media within a row's words: a data URI, or base64 with the first bytes of media; None for a name.
 
     Words that are known to be base64 may have line breaks. Source: RFC 2397.
 

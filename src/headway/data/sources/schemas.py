@@ -95,7 +95,7 @@ class Normaliser:
         return preference_of(chats, is_explicit=all("completion" in chat_row for chat_row in chat_rows))
 
     def reading(self, row: ParsedRow) -> tuple[Mapping[str, Any], RowReading]:
-        """A row's columns, those that are mapped under the names that they are mapped to, and what they mean."""
+        """A row's columns, mapped columns under their new names, and their meaning."""
         fields = _renamed(row.fields, self.columns) if self.columns else row.fields
         return fields, reading_of(
             fields,

@@ -64,7 +64,7 @@ class Shard:
             yield raw.row, sample
 
     def notes(self, most: int) -> list[str]:
-        """Notes on what is left out of the file's first rows, or done to them, without being plain.
+        """Notes on parts of the file's first rows that are left out, or changed, without being plain.
 
         Args:
             most: how many rows are looked at.

@@ -185,7 +185,7 @@ def _raw(first: int, batch: pa.RecordBatch, place: int, fault: str) -> Raw:
 
 
 class _AsBytes:
-    """A batch whose words are bytes: what is no UTF-8 is told of each value, not of all."""
+    """A batch whose words are bytes, so that each value that is no UTF-8 is an error of its own."""
 
     def __init__(self, batch: pa.RecordBatch) -> None:
         self._batch = batch

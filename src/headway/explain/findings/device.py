@@ -119,7 +119,7 @@ def unfused_chains(evidence: StepEvidence) -> Observation | None:
 
 
 def _num_kernels(events: Sequence[EventTime], *, is_cpu: bool) -> int:
-    """Count the kernels among events; on a CPU the operators that a module calls directly, not those inside them."""
+    """Count the kernels among events; on a CPU the operators that a module calls directly, none within them."""
     if not is_cpu:
         return len(events)
     depths: dict[Phase, Counter[int]] = defaultdict(Counter)
@@ -196,7 +196,7 @@ def _flash_attention_2(evidence: StepEvidence, major: int) -> Observation | None
 
 
 def _attention_of(step: StepWaterfall) -> StepAttention | None:
-    """Attention of a step by pack and layer; None where the trace does not tell it."""
+    """Attention of a step by pack and layer; None if the trace has no packs."""
     if step.measured is None or step.measured[0].trace.headway is None:
         return None
     trace = step.measured[0].trace
@@ -205,7 +205,7 @@ def _attention_of(step: StepWaterfall) -> StepAttention | None:
 
 
 def _keys_of_a_query(event: EventTime, attention: StepAttention | None) -> float | None:
-    """Mean number of keys that a query of a call of attention sees; None where nothing tells it."""
+    """Mean number of keys that a query of a call of attention sees; None if it is unknown."""
     operands = event.trace.operands_of(event.event)
     if operands is None or not operands.sizes or len(operands.sizes[0]) < 3:
         return None
@@ -223,7 +223,7 @@ def _keys_of_a_query(event: EventTime, attention: StepAttention | None) -> float
 
 
 def _capability(evidence: StepEvidence) -> tuple[int, int]:
-    """Compute capability of the device; (0, 0) where no trace tells it."""
+    """Compute capability of the device; (0, 0) if no trace has it."""
     return max(
         (step.measured[0].trace.capability or (0, 0) for step in evidence.steps if step.measured), default=(0, 0)
     )

@@ -197,7 +197,7 @@ class StepEvidence(Evidence[StepWaterfall]):
         self._take_off()
 
     def _find_own_times(self) -> dict[int, OwnTime]:
-        """Own time of each measured step that tells what to take off it, by the step's place."""
+        """Own time of each measured step that has some to take off, by the step's place."""
         own_times = {}
         for place, step in enumerate(self.steps):
             if step.measured is None:
@@ -241,7 +241,7 @@ class StepEvidence(Evidence[StepWaterfall]):
 
     @cached_property
     def duration_ns(self) -> int:
-        """Time of all steps, on a CPU without what was taken off them [ns]."""
+        """Time of all steps, on a CPU without the time of the profiler and of other processes [ns]."""
         off_ns = sum(own_time.added_ns + own_time.waited_ns for own_time in self._own_times.values())
         return max(1, self.full_ns - off_ns)
 
@@ -297,7 +297,7 @@ class StepEvidence(Evidence[StepWaterfall]):
         return None if facts is None else facts.get(name)
 
     def step_fact(self, step: StepWaterfall, name: str) -> Any:
-        """Fact that the loop recorded of one step; None where it is not known."""
+        """Fact that the loop recorded of one step; None if it is unknown."""
         steps = self.fact("steps", step.rank)
         facts = steps.get(str(step.step)) if isinstance(steps, Mapping) else None
         return facts.get(name) if isinstance(facts, Mapping) else None
@@ -334,7 +334,7 @@ class StepEvidence(Evidence[StepWaterfall]):
         return all(loop == "headway train" for loop in loops) or not self.spent_by_step
 
     def host_fact(self, name: str, rank: int) -> Any:
-        """Fact of what a rank's host did beside its operators, as `HostEvidence.facts` has it; None where not known."""
+        """Fact of a rank's host beside its operators, as `HostEvidence.facts` has it; None if it is unknown."""
         host = self.fact("host", rank)
         return host.get(name) if isinstance(host, Mapping) else None
 

@@ -1,4 +1,4 @@
-"""Gaps of a step in which the host was late, and what a trace or records show in them: phases, stacks, collections."""
+"""Gaps of a step in which the host was late, and the evidence on them: phases, stacks, collections."""
 
 import re
 import weakref
@@ -208,7 +208,7 @@ def collected_ns(steps: Sequence[StepPauses]) -> int:
 
 
 def stacks_of(evidence: StepEvidence, step: StepPauses, pause: Pause) -> Counter[tuple[str, ...]]:
-    """Time of each stack of the loop's thread within a pause [ns]; none where nobody sampled it."""
+    """Time of each stack of the loop's thread within a pause [ns]; none without samples."""
     spent: Counter[tuple[str, ...]] = Counter()
     for begin, end, stack in evidence.samples(step.measured, step.step.window.step):
         ns = min(end, pause.end_ns) - max(begin, pause.start_ns)
@@ -218,7 +218,7 @@ def stacks_of(evidence: StepEvidence, step: StepPauses, pause: Pause) -> Counter
 
 
 def purpose_of(stack: Sequence[str]) -> Purpose:
-    """Purpose that a stack tells; that without a name where it is nothing that is known."""
+    """Purpose that a stack shows; the purpose without a name for an unknown stack."""
     names = set()
     for number, frame in enumerate(stack):
         if number and ENGINE.match(frame):

@@ -153,7 +153,7 @@ def pauses_in_loop(evidence: StepEvidence) -> list[Pause]:
 
 
 def _line(evidence: StepEvidence, step: StepPauses, gap: Pause) -> str:
-    """Line of the loop's own code that a gap was at for longest; "" where nobody looked, or it has a cause by name."""
+    """Line of the loop's own code that a gap was at for longest; "" without samples, or if a cause is named."""
     stacks = stacks_of(evidence, step, gap).most_common(1)
     if not stacks or purpose_of(stacks[0][0]).name:
         return ""

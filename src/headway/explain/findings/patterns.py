@@ -74,7 +74,7 @@ def _in_order(evidence: StepEvidence) -> list[list[EventTime]]:
 
 
 def _is_outermost(events: list[EventTime], place: int) -> bool:
-    """Tell whether no softmax stands right before it: on a CPU `aten::softmax` calls `aten::_softmax`."""
+    """Tell whether no softmax precedes an event at once: on a CPU `aten::softmax` calls `aten::_softmax`."""
     return place == 0 or not _SOFTMAX.match(events[place - 1].operator)
 
 

@@ -125,7 +125,7 @@ def _idle_share(total: _PhaseTotal) -> float:
 
 
 def _waited(total: _PhaseTotal) -> float:
-    """Part of the time of a phase's devices that the loop was in it: what they do beside the loop costs no step."""
+    """Part of the time of a phase's devices in which the loop was in it: their work beside the loop costs no step."""
     return min(1.0, total.ns / total.busy_ns) if total.busy_ns > 0 else 0.0
 
 
@@ -239,7 +239,7 @@ def host_phase(evidence: RunEvidence) -> Observation | None:
 
 
 def rest_without_work(evidence: RunEvidence) -> int:
-    """Time that no phase claims, but for waiting for data, where nothing is counted in it [ns]; 0 where work is."""
+    """Unclaimed time without counted work, waiting for data left out [ns]; 0 if work is counted there."""
     lines = [(line, step) for step in evidence.steps for line in step.loop_phases if line.name == REST]
     if any(line.flops != 0 for line, _ in lines):
         return 0

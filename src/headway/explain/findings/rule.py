@@ -78,7 +78,7 @@ class RuleObserver(Generic[EvidenceKind]):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One cause of lost time, and how it is seen.
+    """One cause of lost time, and its observers.
 
     Attributes:
         name: the finding's.

@@ -330,7 +330,7 @@ def far_from_compute(evidence: RunEvidence) -> Observation | None:
 
 
 def _alike(evidence: RunEvidence) -> str:
-    """Say so where nearly all steps have as many tokens: then it was not more work."""
+    """Remark that nearly all steps have as many tokens, so that their work is the same; "" if they differ."""
     tokens = [step.tokens for step in evidence.steps if step.tokens]
     alike = len(tokens) == len(evidence.steps) and usual_tokens(tokens) is not None
     return ", though nearly all have as many tokens" if alike else ""

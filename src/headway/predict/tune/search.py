@@ -190,7 +190,7 @@ class Search:
         ]
 
     def _timed(self, thrifty: TrainConfig, values: Values, packs: Packs) -> Iterator[Prediction]:
-        """The choice, if it is near the limit; where it recomputes as little as fits, one for each size tried.
+        """The choice, if it is near the limit; with the least recomputation, one choice for each size tried.
 
         Args:
             thrifty: a choice of the same packs and mesh.
@@ -207,7 +207,7 @@ class Search:
                 yield self._candidate(config, changes(self.config, chosen), packs, memory)
 
     def _sizes_left(self, thrifty: TrainConfig, values: Values, packs: Packs) -> list[str]:
-        """Divide what the limit leaves for activations, as `memory:SIZE`; nothing where all of them fit, or none do."""
+        """Divide the room that the limit leaves for activations, as `memory:SIZE`; no sizes if all fit, or none do."""
         if self.room_bytes is None:
             return []
         nothing_again, all_again = (
@@ -226,7 +226,7 @@ class Search:
         return Prediction(config, model.name, shape, model.params, memory, packs, time, changes=changed)
 
     def _planned(self, config: TrainConfig) -> Packs | None:
-        """Packs of a configuration, planned once; None where its samples do not fit them."""
+        """Packs of a configuration, planned once; None if its samples do not fit them."""
         data = config.data
         sequence, accumulation = config.parallel.sequence, config.optim.accumulation
         key = (data.tokens_per_pack, data.patches_per_pack, self.devices // sequence, accumulation)

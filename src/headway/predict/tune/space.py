@@ -204,7 +204,7 @@ def _rounded(tokens: float) -> int:
 
 
 def admitted(config: TrainConfig, values: Values) -> TrainConfig | None:
-    """A recipe with some settings changed; None where its own checks do not admit them."""
+    """A recipe with some settings changed; None if its own checks refuse them."""
     try:
         return changed_config(config, changes(config, values))
     except ConfigError:
@@ -223,7 +223,7 @@ def differences(config: TrainConfig, changed: TrainConfig) -> dict[str, Any]:
 
 
 def changes(config: TrainConfig, values: Values) -> dict[str, Any]:
-    """List those of some settings that a configuration does not have already."""
+    """List the settings that a configuration does not have already."""
     changed = {}
     for name, value in values.items():
         section, _, key = name.partition(".")
