@@ -58,12 +58,12 @@ class ExplainSource:
 
     @property
     def is_trace_file(self) -> bool:
-        """True if it is a trace itself, and not a folder with some."""
+        """True if the source is a trace itself, and not a folder with traces."""
         return self.kind is SourceKind.TRACES and self.files == (self.path,)
 
 
 def source_of(path: Path) -> ExplainSource:
-    """Tell what a source is: the one place that asks.
+    """Recognise a source: the one place that asks what a path is.
 
     Args:
         path: a trace, a run folder, a file of records, or a log.
@@ -193,7 +193,7 @@ def _of_traces(traces: Sequence[Trace], chosen: SourceOptions) -> JobExplanation
 
 
 def records_of_log(path: Path) -> tuple[JobExplanation, list[dict[str, float]]] | None:
-    """Read another tool's log as records of its steps, and explain them; None of a file that is none.
+    """Read another tool's log as records of its steps, and explain them; None if the file is no log.
 
     Args:
         path: a file.

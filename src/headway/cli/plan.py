@@ -1,4 +1,4 @@
-"""`headway plan`: will it fit, how long will a step take, what will the run cost."""
+"""`headway plan`: whether a run fits, the time of a step, the cost of the run."""
 
 import json
 import math
@@ -61,7 +61,7 @@ class SizeOptions:
 
     @property
     def reliability(self) -> "Reliability | None":
-        """Rate at which devices fail; None where nothing says it."""
+        """Rate at which devices fail; None if neither recipe nor command line sets it."""
         from headway.predict.failures import Reliability
 
         if self.mtbf is None:
@@ -193,7 +193,7 @@ def plan(
 def _print_plan(
     run: RunRequest, count: int, link_options: LinkOptions, data: list[str] | None, *, as_json: bool
 ) -> None:
-    """Print one number of devices, with what a whole run takes on them.
+    """Print the plan for one number of devices, with time and cost of a whole run.
 
     Raises:
         typer.Exit: the run does not fit the device; exit code 1.
@@ -247,7 +247,7 @@ def _pattern(
 
 
 def _refuse(wrong: "Iterable[tuple[object, str]]") -> None:
-    """Raise the first sentence whose condition holds."""
+    """Raise the error of the first condition that holds."""
     for is_wrong, sentence in wrong:
         if is_wrong:
             raise UsageError(sentence)
@@ -291,7 +291,7 @@ def _short(value: float | None) -> str:
 
 
 def _print_sizes(run: RunRequest, options: SizeOptions, link_options: LinkOptions, *, as_json: bool) -> None:
-    """Plan each number of devices that --scale names, and print them with what a whole run takes at each.
+    """Plan each number of devices that --scale names, and print time and cost of a whole run at each.
 
     Raises:
         typer.Exit: one does not fit the device; exit code 1.

@@ -47,7 +47,7 @@ class RunLength:
 
     @property
     def passes(self) -> float:
-        """Times that the run plays its data, at least 1; 1 where nothing says it."""
+        """Times that the run plays its data, at least 1; 1 if no epochs are set."""
         return max(1.0, self.epochs or 1.0)
 
     def rows(self, own: "tuple[str, LengthTable] | None", lengths: Path | None) -> int:
@@ -96,7 +96,7 @@ class RunRequest:
     price: float | None
 
     def totals(self, planned: "Prediction", rows: int | None = None) -> "RunTotals | None":
-        """Totals of the run by a prediction; None where nothing says how long it is.
+        """Totals of the run by a prediction; None if the length of the run is unknown.
 
         Args:
             planned: whose samples stand for all.
@@ -166,7 +166,7 @@ def _indexed(
 def lengths_of_data(
     config: "TrainConfig", cost_model: "CostModel", *, strict: bool = False
 ) -> "tuple[str, LengthTable] | None":
-    """Name and lengths of a recipe's own data, where its plan section names no others.
+    """Name and lengths of a recipe's own data, if its plan section names no other data.
 
     They are measured as training measures them, and kept. Sources of a mixture count by their samples. Data that stream
     or lie behind a URL are not read for a plan.
@@ -219,5 +219,5 @@ def find_data(config: "TrainConfig") -> None:
 
 
 def _place(path: str) -> str:
-    """A path or URL, in one form however it is written."""
+    """A path or URL, in one form for all its spellings."""
     return path if "://" in path else os.path.realpath(path)

@@ -42,7 +42,7 @@ def plan_record(planned: "Prediction", totals: "RunTotals | None") -> dict[str, 
 
 
 def plan_text(planned: "Prediction", totals: "RunTotals | None") -> str:
-    """Format a plan: totals first, then what would fit if it does not, then the step's lines and their sources."""
+    """Format a plan: totals, then ways to fit if the run does not fit, then the step's lines and their sources."""
     packs, time, speeds, shape, params = planned.work, planned.step, planned.speeds, planned.shape, planned.params
     assert speeds is not None
     copies = f", {shape.replicate:,} copies of {shape.fsdp:,} shards" if shape.replicate > 1 else ""
@@ -81,7 +81,7 @@ def plan_text(planned: "Prediction", totals: "RunTotals | None") -> str:
 
 
 def dry_run_text(planned: "Prediction") -> str:
-    """Format a dry run: parameters, memory by part and moment, what would fit if it does not, FLOPs and packs."""
+    """Format a dry run: parameters, memory by part and moment, ways to fit, FLOPs and packs."""
     shape, params, packs = planned.shape, planned.params, planned.packs
     experts = f"; experts over {shape.expert}" if shape.expert > 1 else ""
     pairs = [
@@ -100,7 +100,7 @@ def dry_run_text(planned: "Prediction") -> str:
 
 
 def in_red(text: str) -> str:
-    """Colour what says that memory does not suffice, where stdout is a terminal."""
+    """Colour the text that memory does not suffice, if stdout is a terminal."""
     return text.replace(_NO_ROOM, coloured(_NO_ROOM, "red", sys.stdout))
 
 
@@ -120,18 +120,18 @@ def _totals_pairs(totals: "RunTotals") -> list[tuple[str, str]]:
 
 
 def cases_text(cases: "Cases", write: Callable[[float], str]) -> str:
-    """The expected case, and the two others behind it: "2.40 s (1.90 s at best, 3.80 s at worst)"."""
+    """The expected case, with the best and the worst: "2.40 s (1.90 s at best, 3.80 s at worst)"."""
     return f"{write(cases.expected)} ({write(cases.best)} at best, {write(cases.worst)} at worst)"
 
 
 def memory_text(planned: "Prediction") -> str:
-    """The peak and whether it fits; `headway train --dry-run` has the parts."""
+    """The peak of memory and whether it fits; `headway train --dry-run` has the parts."""
     peak = format_bytes(planned.memory.peak)
     return f"{peak} of each device" if planned.fits is None else f"{peak}, {verdict(planned)}"
 
 
 def verdict(planned: "Prediction") -> str:
-    """Say whether a run fits its device, and by what share of its memory."""
+    """Say whether a run fits its device, and its share of the device's memory."""
     from headway.predict.fitting import USABLE
 
     device = planned.device

@@ -125,7 +125,7 @@ def tune(
 def _planned_for(
     config: "TrainConfig", devices: int | None, device: str | None, lengths: Path | None, *, measured: bool
 ) -> "TrainConfig":
-    """The recipe with what the command line says of devices and lengths."""
+    """The recipe with the devices and lengths of the command line."""
     from headway.config import changed_config
 
     if lengths is not None and measured:
@@ -283,7 +283,7 @@ def _room(memory: str | None, device: "Device | None") -> int | None:
 
 
 def _of_size(config: "TrainConfig", step_tokens: int) -> "TrainConfig":
-    """The recipe with steps at least as large as those asked for, so that enough samples are drawn."""
+    """The recipe with steps of at least the wanted size, so that enough samples are drawn."""
     from headway.predict.tune.space import admitted
 
     shape = config.parallel.mesh_shape(config.plan.devices or 1)
@@ -327,7 +327,7 @@ def _run(best: "Sequence[Prediction]", devices: int, steps: int | None) -> "dict
 
 
 def _write(path: Path, recipe: Path, tuned: TuneReport) -> None:
-    """Write the best, by what was measured where that was asked for."""
+    """Write the best choice, by its measured rate if choices were measured."""
     from headway.predict.tune import recipe_text
 
     best = tuned.again[0][0] if tuned.again else tuned.best[0]

@@ -1,4 +1,4 @@
-"""Text of `headway tune`: the best choices, what memory buys, what stands in the way of the next, runs measured."""
+"""Text of `headway tune`: the best choices, the worth of more memory, the next choice's obstacles, runs measured."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -31,7 +31,7 @@ _LEAST_GAIN = 0.01  # in speed, by which a line of the table of memory and speed
 
 @dataclass(frozen=True)
 class TuneReport:
-    """A search with what it was asked, and what was measured afterwards."""
+    """A search with its settings, and the runs measured afterwards."""
 
     recipe: str
     model: str
@@ -55,7 +55,7 @@ class TuneReport:
 
     @property
     def next_better(self) -> "Prediction | None":
-        """Of the choices that are faster than the best and do not fit, the one that needs the least memory."""
+        """The choice that needs the least memory of all choices that are faster than the best and do not fit."""
         best = self.best[0]
         faster = [
             candidate
@@ -119,7 +119,7 @@ def _candidate_record(tuned: TuneReport, candidate: "Prediction") -> dict[str, A
 
 
 def _more(tuned: TuneReport, further: "Prediction") -> dict[str, int]:
-    """Bytes by which the parts of a choice's memory exceed those of the best, the largest first."""
+    """Bytes by which the parts of a choice's memory exceed the parts of the best choice, the largest first."""
     mine, theirs = tuned.best[0].memory.fullest.parts, further.memory.fullest.parts
     more = {name: more for name, size in theirs.items() if (more := size - mine.get(name, 0)) > 0}
     return dict(sorted(more.items(), key=lambda item: -item[1]))
@@ -202,7 +202,7 @@ def _settings_table(best: "Sequence[Prediction]") -> str:
 
 
 def _front_table(tuned: TuneReport) -> str:
-    """The choices that no other beats in both memory and speed, and what a GiB buys on the way from one to the next."""
+    """The choices that no other choice beats in both memory and speed, and the gain of a GiB from one to the next."""
     shown: list[Prediction] = []
     for candidate in tuned.front:
         last = candidate is tuned.front[-1]
@@ -272,6 +272,6 @@ def _said_after(tuned: TuneReport) -> str:
 
 
 def note_on_tokens(candidate: "Prediction") -> str:
-    """Say what becomes of samples that are longer than a pack of the best choice."""
+    """Name the fate of samples that are longer than a pack of the best choice."""
     left, samples = overlong_text(candidate.work), candidate.work.counts.read
     return f"Of {format_count(samples)} samples {left} in the packs of choice 1." if left else ""
