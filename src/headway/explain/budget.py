@@ -111,7 +111,7 @@ class NeededWork:
         return self._components.keys() == {""}
 
     def component_of(self, module: str) -> str:
-        """The component of a module, or of the nearest module around it that has one, itself or in what it holds.
+        """The component of a module, or of the nearest module around it that has a component or holds one.
 
         Where that holds several, as a block does around its norms, it is `TOWER.other`, as the cost model names the
         parameters of norms; `model.other` where they are of several towers.

@@ -162,7 +162,7 @@ def _in_both_orders(first: list[str], second: list[str]) -> list[str]:
 
 
 def comparison_text(compared: Comparison, *, markdown: bool = False) -> str:
-    """Render a comparison: what differs first, then the table.
+    """Render a comparison: the differences, then the table.
 
     Args:
         compared: two jobs.
@@ -190,7 +190,7 @@ def line_section(compared: Comparison) -> ReportSection:
 
 
 def differences(compared: Comparison) -> list[str]:
-    """Say how the steps differ, by which lines most, and last how much of it only a profile tells apart."""
+    """Say how the steps differ, by which lines most, and last how much of the difference only a profile separates."""
     share = compared.ns / compared.a.mean.duration_ns
     if abs(share) < _SAME:
         first = "A step of B takes as long as one of A, within 0.5 %."

@@ -150,7 +150,7 @@ def is_attention(name: str) -> bool:
 
 @cache
 def is_compiled(name: str) -> bool:
-    """Tell whether an operator or an annotation is what torch.compile made of a function, or its backward."""
+    """Tell whether an operator or an annotation is a compiled function of torch.compile, or its backward."""
     return _COMPILED.match(name) is not None
 
 

@@ -116,7 +116,7 @@ class WaitedFor:
 
 
 def waited_for(step: int, ranks: Sequence[RankStep]) -> WaitedFor | None:
-    """Find the rank that the others waited for longest in a step, and why.
+    """Find the rank that the other ranks waited for longest in a step, and why.
 
     What it computed longer, by more work or at less speed, is set beside each line in which it did not compute: the
     largest of these times is the cause, if it is a fair part of the waiting.

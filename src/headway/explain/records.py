@@ -163,7 +163,7 @@ def _facts(entries: list[RecordedStep]) -> dict[str, Any]:
 
 
 def _work(entry: RecordedStep, source: str) -> dict[str, Need] | None:
-    """Compute what each component of a step needed on a device, as of a trace; None without FLOPs or a peak."""
+    """Compute the needed work of each component of a step on a device, as of a trace; None without FLOPs or a peak."""
     record = entry.record
     if entry.is_left_out or not record.get("peak_flops_per_s") or not isinstance(record.get("flops"), Mapping):
         return None

@@ -17,7 +17,7 @@ BESIDE = ("compile", "evaluation", "checkpoint")
 
 
 def notes_of_run(folder: Path, last_step: int) -> list[str]:
-    """Make notes of the resumes and the end that a run folder of `headway train` tells of.
+    """Make notes of the resumes and the end of a run, as its folder from `headway train` shows them.
 
     Args:
         folder: of the run.

@@ -260,7 +260,7 @@ def _packer(path: Path) -> str:
 
 
 class _ShortReads(io.BufferedIOBase):
-    """A file of which no more than some 64 MB are read at once, whatever an archive's header asks for."""
+    """A file of which at most some 64 MB are read at once, whatever an archive's header asks for."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file

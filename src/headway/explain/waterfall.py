@@ -160,7 +160,7 @@ def _chosen(measured: MeasuredTrace, step: int | None) -> tuple[list[MeasuredSte
 
 
 def _note_on_window(window: StepWindow) -> str:
-    """Both durations of a step where its window is less sure: of an edge, or of a whole trace; "" of others."""
+    """Both durations of a step with a less certain window: at an edge, or of a whole trace; "" for other steps."""
     if window.host_ns is None or window.device_ns is None:
         return ""
     durations = (window.ns, window.host_ns, window.device_ns)

@@ -176,7 +176,7 @@ class MlflowSink(Tracker):
 
     @classmethod
     def parse(cls, place: str) -> "MlflowSink":
-        """Open from "URI#EXPERIMENT", of which both parts may be missing."""
+        """Open from "URI#EXPERIMENT"; both parts may be missing."""
         uri, _, experiment = place.partition("#")
         return cls(uri or None, experiment or None)
 

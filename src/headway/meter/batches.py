@@ -214,7 +214,7 @@ def _segments(batch: Mapping[str, Any], shape: tuple[int, int], grids: dict[str,
 
 
 def _boundaries(batch: Mapping[str, Any]) -> tuple[Ints, Ints | None]:
-    """Read the boundaries of a pack's segments, and those of their real tokens where the batch tells them apart."""
+    """Read the boundaries of a pack's segments, and of their real tokens if the batch separates them."""
     values = next((batch[key] for key in _BOUNDARIES if batch.get(key) is not None), None)
     padded = NONE if values is None else boundaries_of(values, batch.get("cu_seqlens_argmin"), "cu_seqlens")
     if batch.get("cu_seqlens_unpadded") is None:
@@ -224,7 +224,7 @@ def _boundaries(batch: Mapping[str, Any]) -> tuple[Ints, Ints | None]:
 
 
 def _fits(positions: Any, shape: tuple[int, int]) -> bool:
-    """Say whether positions cover every row; one row for all (as models default to) tells nothing of a row."""
+    """Say whether positions cover every row; one row of positions for all (a model's default) shows nothing of a row."""
     return tuple(positions.shape[-2:]) == shape or (positions.ndim == 1 and shape[0] == 1)
 
 

@@ -143,7 +143,7 @@ class WindowEnergy:
 
 
 class _NotFoundError(Exception):
-    """The device's place among NVML's cannot be told for sure."""
+    """The device's place among NVML's devices is uncertain."""
 
 
 def _find(nvml: Any, device_index: int) -> Any:

@@ -96,7 +96,7 @@ def recompute_of(model: Any) -> str:
 
 
 class Compilation:
-    """Notices when torch.compile compiles in this process, and tells when it begins and ends."""
+    """Notices when torch.compile compiles in this process, and reports beginning and end."""
 
     def __init__(self, begin: Callable[[], None], end: Callable[[], None]) -> None:
         self._num_graphs = _num_graphs()

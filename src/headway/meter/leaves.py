@@ -134,7 +134,7 @@ class Leaves:
         }
 
     def reached(self, trained: int, nodes: Sequence[Any]) -> int:
-        """Bits of the parameters that the backward which runs now will give a gradient, as far as its plan tells."""
+        """Bits of the parameters that the backward which runs now will give a gradient, as far as its plan shows."""
         bits = self._planned(nodes)
         missing = trained & ~bits
         if not missing:

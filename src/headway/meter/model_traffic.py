@@ -138,7 +138,7 @@ def _parts(
     reached: int,
     state: dict[int, int],
 ) -> list[ParameterBytes]:
-    """Add up bytes by part: parameters that every micro-batch uses, and those that only images or sound use."""
+    """Add up bytes by part: parameters that every micro-batch uses, and parameters that only images or sound use."""
     trained = sum(1 << i for i, h in enumerate(parameters) if h.parameter.requires_grad)
     # bits of the parameters that products read, by phase
     phases = weights_read(cost, trained, recompute)

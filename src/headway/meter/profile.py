@@ -1,4 +1,4 @@
-"""Profile a window of a loop's steps: traces that say by themselves what each step computed, and in which module."""
+"""Profile a window of a loop's steps: traces that explain by themselves the work of each step, and its module."""
 
 import itertools
 import statistics

@@ -185,7 +185,7 @@ class StepClock:
             self._begin(bucket)
 
     def back(self) -> None:
-        """Go on with training, once the device is done with what came between; without a `leave`, nothing happens."""
+        """Go on with training, once the device has finished the work in between; without a `leave`, nothing happens."""
         if self._left_s is None:
             return
         self._mark().wait()

@@ -106,7 +106,7 @@ class StepMeter(StepClock, ABC):
             watcher.start(self)
 
     def _add_others(self, others: Sequence[Any]) -> None:
-        """Take in what else the steps run: cost models, which `count` names, and modules, which are watched."""
+        """Take in the other models of the steps: cost models, which `count` names, and modules, which are watched."""
         for other in others:
             if isinstance(other, CostModel | tuple):
                 module, ledger = other if isinstance(other, tuple) else (other, other)
@@ -120,7 +120,7 @@ class StepMeter(StepClock, ABC):
             self.add_watch(ForwardWatch(other, self, ledger, is_trained=False))
 
     def _note_traffic(self, place: int, model: Any) -> None:
-        """Find what forwards of a model move, where its weights are here."""
+        """Find the bytes that forwards of a model move, if its weights are here."""
         if isinstance(model, CostModel) or not self.models[place].rows:
             return
         with self.boundary.guard("The bytes that forwards of this loop's models move"):
@@ -164,7 +164,7 @@ class StepMeter(StepClock, ABC):
         self._watches.insert(0 if watch.is_trained else len(self._watches), watch)
 
     def follow(self, leaves: Leaves) -> None:
-        """Look, once a step, which parameters a model has, and trace the trained one again where they are others."""
+        """Look up a model's parameters once a step, and trace the trained model again if they have changed."""
         if leaves.step == self.num_steps:
             return
         leaves.step = self.num_steps
@@ -221,7 +221,7 @@ class StepMeter(StepClock, ABC):
         return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
 
     def _of_loop(self, window: Window) -> Window:
-        """Add what this rank knows of its loop to a window."""
+        """Add this rank's facts of its loop to a window."""
         loop = dict(self._settings)
         with self.boundary.guard("Facts about this loop"):
             if self._phases is not None:

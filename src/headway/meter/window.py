@@ -270,7 +270,7 @@ class Window:
         return StepRecord(known(self.measured()))
 
     def to_dict(self) -> StepRecord:
-        """Flatten into JSON-ready values; seconds, counts and fractions, never percent; None for what is not known."""
+        """Flatten into JSON-ready values; seconds, counts and fractions, never percent; None for unknown values."""
         return StepRecord(known(self.measured()))
 
     def measured(self) -> dict[str, Any]:
@@ -338,7 +338,7 @@ def _devices(use: Any) -> dict[str, Any]:
 
 
 def _above_peak(use: Any, name: str) -> tuple[str, ...]:
-    """Say why numbers of steps, or of a phase, cannot be right, and what to look at; nothing where they can be."""
+    """Say why numbers of steps, or of a phase, are impossible, and where to look; nothing for possible numbers."""
     count, peak_flops = use.flops, use.peak.flops_per_s * use.world_size
     mfu, hfu = (ratio(ratio(n, use.wall_s), peak_flops) for n in (count.total, count.total + count.recompute))
     if hfu is None or mfu is None or not hfu > 1:  # an unknown peak

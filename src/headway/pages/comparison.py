@@ -1,4 +1,4 @@
-"""Two runs side by side, as HTML or Markdown: what a step of the second takes longer, and losses at equal cost."""
+"""Two runs side by side, as HTML or Markdown: the lines of a step that take longer, and losses at equal cost."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""Names by which a reader tells runs apart: the shortest part of their paths that differs."""
+"""Names by which a reader distinguishes runs: the shortest part of their paths that differs."""
 
 import itertools
 import unicodedata

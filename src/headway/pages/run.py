@@ -355,7 +355,7 @@ def facts(run: ReportedRun) -> list[tuple[str, str]]:
 
 
 def _waterfalls(run: ReportedRun) -> list[ReportSection]:
-    """The mean step of the newest profile, which tells all apart, and that of all records."""
+    """The mean step of the newest profile, which separates all lines, and the mean step of all records."""
     says = "Each bar begins where the one before ends; together they are the step."
     sections = [] if run.profile is None else [waterfall_section(run.profile.mean, run.profile.about, "profiled steps")]
     return [

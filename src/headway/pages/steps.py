@@ -133,7 +133,7 @@ def step_times(records: Sequence[Mapping[str, Any]]) -> list[ReportSection]:
 
 
 def _why_slow(record: Mapping[str, Any], usual_tokens: float) -> str:
-    """Cause that a slow step's own record tells; mostly there is none."""
+    """Cause that a slow step's own record shows; mostly there is none."""
     reasons = []
     if (waited := number(record.get("data_wait_share")) or 0.0) >= _TOLD:
         reasons.append(f"waited for data {format_share(waited)}")

@@ -59,7 +59,7 @@ def first_sentence(
 
 
 def _state(summary: Mapping[str, Any], *, is_unfinished: bool) -> str:
-    """End of a run that did not take all its steps, in words; "" of one that did, or where nothing tells."""
+    """End of a run that did not take all its steps, in words; "" for a complete run, or if the end is unknown."""
     if is_unfinished:
         return "Unfinished run"
     done, planned = number(summary.get("steps")), number(summary.get("planned_steps"))

@@ -94,7 +94,7 @@ def timed_blocks(
 
 
 def _room(device: torch.device) -> int:
-    """Half of what a device has free, or of all the memory of a host [bytes]."""
+    """Half of a device's free memory, or of all the memory of a host [bytes]."""
     if device.type == "cuda":
         free: int = torch.cuda.mem_get_info(device)[0]
         return free // 2
@@ -102,7 +102,7 @@ def _room(device: torch.device) -> int:
 
 
 def _shallow_model(config: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """Build a model with random weights, and without those of words, which the blocks alone do not need."""
+    """Build a model with random weights, and without embeddings of words, which the blocks alone do not need."""
     model: Any = load_model(
         copy.deepcopy(config), dtype=dtype, device="meta", random_init=True
     )  # the loading changes a configuration

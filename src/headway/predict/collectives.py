@@ -186,7 +186,7 @@ def bus_bytes_per_s(group: RankGroup, links: Links) -> float:
 
 
 def _all_to_all_s(num_bytes: float, group: RankGroup, links: Links) -> float:
-    """Time at the printed bandwidth: each rank sends to those of its node and, over its own share, to all others."""
+    """Time at the printed bandwidth: each rank sends to its node's ranks and, over its own share, to all others."""
     inside = num_bytes * (group.per_node - 1) / group.size / links.inside.bytes_per_s
     if group.nodes == 1 or links.between is None:
         return inside

@@ -203,7 +203,7 @@ def _overlap_of(
     sums: Mapping[str, Cases],
     parts: Mapping[tuple[str, float], Cases],
 ) -> _Overlap:
-    """Exchanges beside units and parts, and those before the first unit and after the last, which nothing overlaps."""
+    """Exchanges before the first unit and after the last, which nothing overlaps, and beside units and parts."""
     none = Cases.exact(0.0)
     unhidden = gathers.get(order[0], none) + sums.get(order[-1], none)
     overlapped = [

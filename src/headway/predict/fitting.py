@@ -194,7 +194,7 @@ def ways_to_fit(config: TrainConfig, devices: int, room_bytes: int, peak: Peak) 
 
 
 def _together(config: TrainConfig, devices: int, room_bytes: int, peak: Peak) -> Way:
-    """Add settings until the run fits, then drop those that turn out not to be needed."""
+    """Add settings until the run fits, then drop the settings that turn out not to be needed."""
     best = Way((), devices, peak(config, devices))
     for settings in gentlest_first(config):
         if best.peak_bytes <= room_bytes:

@@ -106,7 +106,7 @@ def quantised_sizes(cost_model: CostModel, base: Base | None) -> dict[str, int]:
 
 @remembered
 def _number_bytes(cost_model: CostModel, holding: Holding) -> list[int]:
-    """Bytes of a number of each parameter, of those that are not quantised."""
+    """Bytes of a number of each parameter that is not quantised."""
     products = product_weights(cost_model)
     frozen = min(holding.weight_bytes, holding.compute_bytes)
     return [
@@ -117,7 +117,7 @@ def _number_bytes(cost_model: CostModel, holding: Holding) -> list[int]:
 
 @remembered
 def held_bytes(cost_model: CostModel, in_slices: CostModel, holding: Holding) -> tuple[int, int]:
-    """Bytes of all weights, and of those in 4 or 8 bits, which are not among the former.
+    """Bytes of all weights but those in 4 or 8 bits, and of the weights in 4 or 8 bits.
 
     Args:
         cost_model: of the model.
@@ -136,7 +136,7 @@ def held_bytes(cost_model: CostModel, in_slices: CostModel, holding: Holding) ->
 
 
 def _padded(num_bytes: int, parameter: Parameter, cut: Parameter) -> int:
-    """Bytes with what fills slices up: of experts as many as of their weights, of other matrices next to none."""
+    """Bytes with the filling of slices: experts grow as their weights do, other matrices hardly."""
     is_stack = parameter.component.endswith(".experts")
     return num_bytes * cut.numel // parameter.numel if is_stack else num_bytes
 
@@ -175,7 +175,7 @@ def weights_by_unit(
 def dequantised_by_block(
     cost_model: CostModel, saved: SavedActivations, holding: Holding, expert: int
 ) -> dict[str, tuple[int, int]]:
-    """Bytes of the largest weight that a block dequantises, by block, and of what that is worked out in.
+    """Bytes of the largest weight that a block dequantises, by block, and of the working memory for it.
 
     Args:
         cost_model: of the model.

@@ -1,4 +1,4 @@
-"""Memory that one device needs to train, by part and by moment, from a cost model and what autograd saves.
+"""Memory that one device needs to train, by part and by moment, from a cost model and the saved activations.
 
 Everything is proportional to a parameter count or to a driver of the largest pack, so that no step has to run:
 
@@ -59,7 +59,7 @@ from headway.predict.slices import (
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes that one device holds: the most of each part, and what is held at each moment."""
+    """Bytes that one device holds: the most of each part, and the parts at each moment."""
 
     weights: int  # this device's share, as the optimizer sees them
     base: int  # this device's share of the frozen ones that are held in 4 or 8 bits
@@ -98,7 +98,7 @@ class MemoryPlan:
         return next(m for m in self.moments if m.name == name)
 
     def to_dict(self) -> dict[str, Any]:
-        """The parts, the moments with theirs, and the peak [bytes]."""
+        """The parts, the moments with their parts, and the peak [bytes]."""
         parts = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "moments"}
         moments = {m.name: {**m.parts, "total": m.total} for m in self.moments}
         return {**parts, "moments": moments, "peak_moment": self.fullest.name, "peak": self.peak}
@@ -172,7 +172,7 @@ def _ends_of(
     new_gradients: int,
     of_blocks: int,
 ) -> Ends:
-    """List what stands around the blocks in backward; of the new gradients, `of_blocks` come in the blocks."""
+    """List the parts around the blocks in backward; `of_blocks` of the new gradients come in the blocks."""
     head_gradient = shared(head.weight, sharing)
     rows = saved.blocks[""].plain
     # with several processes it stayed until the end of backward, on pretended ones
@@ -306,7 +306,7 @@ def _walked(
     ends: Ends,
     makes_gradients: bool,
 ) -> dict[str, int]:
-    """Parts at the fullest point of a backward, whose blocks make gradients beside those that wait, or do not."""
+    """Parts at the fullest point of a backward, whose blocks make gradients beside waiting ones, or do not."""
     blocks = _backward_blocks(cost_model, in_slices, saved, pack, state, sharing)
     return fullest_of_backward(blocks if makes_gradients else [replace(block, gradients=0) for block in blocks], ends)
 
@@ -314,7 +314,7 @@ def _walked(
 def _units(
     cost_model: CostModel, in_slices: CostModel, saved: SavedActivations, state: State, sharing: Sharing
 ) -> dict[str, Unit]:
-    """List the units that FSDP2 gathers, by the name of a block or of what is around the blocks.
+    """List the units that FSDP2 gathers, by the name of a block or of the part around the blocks.
 
     What is gathered and what is laid out for the sum has full slices; gradients come as the weights are.
     """
@@ -412,7 +412,7 @@ Source: docs.pytorch.org/docs/stable/notes/cuda.html, "cuBLAS workspaces".
 """
 
 LARGE_SEGMENT, SMALL_SEGMENT = 20 * MIB, 2 * MIB
-"""Block that the allocator takes from the driver for one request of up to 10 MiB, and for those up to 1 MiB [bytes].
+"""Block that the allocator takes from the driver for one request of up to 10 MiB, and for requests up to 1 MiB [bytes].
 
 The rest of the last one of each is what it cannot use at worst, where segments grow; tensors themselves are rounded up
 to 512 bytes. Source: c10/core/AllocatorConfig.h of torch 2.13, kLargeBuffer and kSmallBuffer.

@@ -14,7 +14,7 @@ FLOAT32, BFLOAT16 = 4, 2
 """Bytes of a number."""
 
 MOMENTS = ("built", "first forward", "first backward", "first update", "forward", "backward", "update")
-"""Names of the moments, in their order; the last three are those of later steps."""
+"""Names of the moments, in their order; the last three are moments of later steps."""
 
 PARTS = {
     "weights": "this device's share, as the optimizer sees them",

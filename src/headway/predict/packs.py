@@ -295,7 +295,7 @@ def repeated(table: LengthTable, samples: int, seed: int | None) -> LengthTable:
 
 
 def policies_of(table: LengthTable, default: Overlong) -> dict[str, Overlong]:
-    """Say what becomes of samples that exceed a pack, by the name of each dataset of a table.
+    """Describe the fate of samples that exceed a pack, by the name of each dataset of a table.
 
     Args:
         table: the samples.

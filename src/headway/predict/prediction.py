@@ -1,4 +1,4 @@
-"""A run before it starts: memory, packs, time and cost of a recipe on so many devices, and what would make it fit.
+"""A run before it starts: memory, packs, time and cost of a recipe on so many devices, and settings that make it fit.
 
 `Predictor.at` plans packs, then memory, then a step over these packs. `headway plan`, `train --dry-run`, `tune`, `init`
 and offers of devices all read the `Prediction` that it gives. No weights are read. For models whose ledger ships, torch
@@ -120,7 +120,7 @@ class Prediction:
 
     @property
     def flops(self) -> FlopCount | None:
-        """Of a mean step, all devices together, with a reference that each step computes; None without lengths."""
+        """FLOPs of a mean step, all devices together, with a reference computed in each step; None without lengths."""
         if self.packs is None:
             return None
         reference = self.packs.reference
@@ -301,7 +301,7 @@ class Predictor:
         )
 
     def _notes(self, config: TrainConfig, shape: MeshShape, *, has_lengths: bool, has_patches: bool) -> list[str]:
-        """Say what a size recomputes, and what the numbers leave open, a clause each."""
+        """Describe the recomputation of a size, and the gaps of its numbers, a clause each."""
         cost_model, speed = self.cost_model, config.speed
         saved = self.saved[precision_of(config, shape.world_size)]
         notes = []

@@ -67,7 +67,7 @@ def with_copies(config: TrainConfig, devices: int) -> TrainConfig:
 
 
 def learning_model(model: ModelConfig, cost_model: CostModel) -> CostModel:
-    """Freeze what a recipe freezes, and put its adapters in place.
+    """Freeze the frozen parts of a recipe, and put its adapters in place.
 
     Args:
         model: the recipe's section.

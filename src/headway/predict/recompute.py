@@ -165,7 +165,7 @@ def least_within(
 
 
 def most_kept(blocks: Mapping[str, BlockBytes], recomputed: Mapping[str, Collection[str]]) -> int:
-    """Add up what blocks hold as backward enters the largest recomputed one, which is made again [bytes]."""
+    """Add up the bytes of blocks as backward enters the largest recomputed block, which is made again [bytes]."""
     sizes = {name: blocks[name].kept(kinds) for name, kinds in recomputed.items()}
     again = max((blocks[name].saved - size for name, size in sizes.items()), default=0)
     return sum(sizes.get(name, block.saved) for name, block in blocks.items()) + again
@@ -231,7 +231,7 @@ class _Step:
 
 
 def _steps(size: BlockBytes, again: BlockFlops, levels: Sequence[frozenset[str]]) -> Iterator[_Step]:
-    """List the steps of one block, of which each is worth less than the one before."""
+    """List the steps of one block, each worth less than the one before."""
     ladder = [*((size.kept(kinds), again.again(kinds), kinds) for kinds in levels), (size.saved, 0, None)]
     place = 0
     while place < len(ladder) - 1:

@@ -1,4 +1,4 @@
-"""Speed of a device at what a step consists of: measured at the model's own shapes, or a share of its peak."""
+"""Speed of a device at the parts of a step: measured at the model's own shapes, or a share of its peak."""
 
 import math
 from collections.abc import Mapping

@@ -112,7 +112,7 @@ class StepForecast:
 
     @property
     def mfu(self) -> Cases:
-        """Useful FLOPs over what the devices could compute meanwhile, a fraction."""
+        """Useful FLOPs over the FLOPs that the devices could compute meanwhile, a fraction."""
         return Cases(*(self.flops / (self.peak_flops_per_s * seconds) for seconds in self.seconds))
 
     @property

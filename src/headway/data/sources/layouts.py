@@ -40,12 +40,12 @@ _MOST_FREE = 64  # columns among which a mapping is looked for
 
 Pairs = tuple[tuple[str, str], ...]
 Kinds = Mapping[str, str]
-"""Kinds of the values of columns that hold something, as `_kind` tells them."""
+"""Kinds of the values of columns that hold something, by `_kind`."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """An entry of the table, with what the table says of its schema.
+    """An entry of the table, with the settings of its schema.
 
     Attributes:
         schema: how its columns become a sample.

@@ -290,7 +290,7 @@ def _ranked_answers(fields: Row, name: str) -> list[str]:
 
 
 def num_left_out(fields: Row) -> int:
-    """Number of a list's answers that are not compared; 0 of a list of which nothing can be learnt.
+    """Number of a list's answers that are not compared; 0 if nothing can be learnt from the list.
 
     >>> num_left_out({"answers": [{"answer": "a", "rank": 2}, {"answer": "b", "rank": 1}, {"answer": "c", "rank": 1}]})
     1

@@ -113,14 +113,14 @@ class Reader(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """Rows of the file, the one that tells of a damage included."""
+        """Rows of the file, the row that names a damage included."""
 
     @abstractmethod
     def _read(self, start: int) -> Iterator[Raw]:
         """Rows in order; rows before `start - 1` may be left out. Raises whatever libraries do at a damaged file."""
 
     def _damaged(self, row: int, damage: str) -> Raw:
-        """The row that tells of a damage."""
+        """The row that names a damage."""
         return Raw(row, after(self.get(row - 1) if row else None), DataError(damage))
 
     def __repr__(self) -> str:

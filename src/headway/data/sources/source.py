@@ -94,7 +94,7 @@ class Shard:
         return [note for note, is_so in notes.items() if is_so]
 
     def dim_picture(self, most: int) -> str | None:
-        """Note on 16-bit grey of which only the lowest values are used, as of X-rays of 12 bits.
+        """Note on 16-bit grey that uses only the lowest values, such as X-rays of 12 bits.
 
         Args:
             most: how many rows are looked at.
@@ -160,7 +160,7 @@ class Source:
 
     @property
     def sizes(self) -> MediaSizes:
-        """Bounds of its own on what is read of its media."""
+        """Bounds that the source sets itself on the sizes of its media."""
         return self.shards[0].normaliser.sizes if self.shards else MediaSizes()
 
     @property

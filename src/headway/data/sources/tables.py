@@ -123,7 +123,7 @@ class TableReader(Reader):
 
 
 class Arrow(TableReader):
-    """An Arrow file or stream, such as those of `datasets`."""
+    """An Arrow file or stream, such as the files of `datasets`."""
 
     def batches(self, start: int) -> Iterator[tuple[int, pa.RecordBatch]]:  # noqa: ARG002, D102 - skipping costs nothing
         row = 0

@@ -1,1 +1,1 @@
-"""Findings, which say what to do first: rules in one table, by subject, and the evidence that they read."""
+"""Findings, which advise on the first thing to do: rules in one table, by subject, and the evidence that they read."""

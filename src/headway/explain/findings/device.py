@@ -274,7 +274,7 @@ def padding(evidence: StepEvidence) -> Observation | None:
 
 
 def _component_ns(evidence: StepEvidence, begins: str) -> int:
-    """Time of the matmul-class kernels of the components whose names begin with a prefix [ns]."""
+    """Time of the matmul-class kernels of components whose names begin with a prefix [ns]."""
     split = (evidence.parts(key) for key in ("useful", "ceiling", "recomputation", "padding"))
     shared = sum(ns for parts in split for name, ns in parts.items() if name.startswith(begins))
     slow = {name.removeprefix("slow.") for step in evidence.steps for line in step.lines for name in [line.key]}

@@ -24,7 +24,7 @@ from headway.report.numbers import quantity
 
 @dataclass(frozen=True, slots=True)
 class RunStep:
-    """One step as its record or its line of a log tells it.
+    """One step as its record or its line of a log describes it.
 
     Attributes:
         step: its number.
@@ -212,7 +212,7 @@ class StepEvidence(Evidence[StepWaterfall]):
         return own_times
 
     def _take_off(self) -> None:
-        """Take off the lines, and the parts of those beside training, what is not their own time."""
+        """Take the time of the profiler and of other processes off the lines, and off the parts beside training."""
         for place, own_time in self._own_times.items():
             measured = self.steps[place].measured
             if measured is None:
@@ -329,7 +329,7 @@ class StepEvidence(Evidence[StepWaterfall]):
 
     @property
     def is_headway_train(self) -> bool:
-        """True if `headway train` ran the loop, whose settings are then advised; records tell no other loop."""
+        """True if `headway train` ran the loop, so that its settings are advised; records name no other loop."""
         loops = [self.fact("loop", step.rank) for step in self.steps]
         return all(loop == "headway train" for loop in loops) or not self.spent_by_step
 

@@ -111,7 +111,7 @@ class StepPauses:
         return tuple(sorted(gaps, key=lambda gap: gap.start_ns))
 
     def preempted_ns(self, start_ns: int, end_ns: int) -> int:
-        """Time of a span in which the thread had no core: of what was counted between two samples, all that fits."""
+        """Time of a span in which the thread had no core: each count between two samples, as far as it fits."""
         return sum(
             min(ns, min(end, end_ns) - max(begin, start_ns))
             for begin, end, ns in self._preempted
@@ -168,7 +168,7 @@ class StepPauses:
         return "pause", name
 
     def _is_first_use(self, operator: int) -> bool:
-        """Tell whether an operator is the first of its name, and took far longer than those that follow."""
+        """Tell whether an operator is the first of its name, and took far longer than its successors."""
         host = self.host
         same = np.flatnonzero((host.name == host.name[operator]) & (host.kind == Kind.OPERATOR))
         durations = host.end_ns[same] - host.start_ns[same]

@@ -137,7 +137,7 @@ def launch_bound(evidence: StepEvidence) -> Observation | None:
 
 
 def _call_bound(evidence: StepEvidence, short_ns: int) -> Observation | None:
-    """The same on a CPU, whose operators run within their calls: of the short ones most is the call."""
+    """Launches on a CPU, whose operators run within their calls: most time of a short operator is the call."""
     # Loops over tensors are many small operators too, and have findings of their own.
     if any(loop is not None and loop.ns >= _LOOP_SHARE * evidence.duration_ns for loop in _loops(evidence)):
         return None

@@ -150,7 +150,7 @@ def _values_of_update(operands: Operands) -> int:
 
 
 def _passes(events: list[EventTime]) -> _Traffic | None:
-    """Tensors of a weight's size that operators on lists read and write; None where others take most of the time.
+    """Tensors of a weight's size that operators on lists read and write; None if other operators take most of the time.
 
     Each operator is called once for each group of tensors (of a type, of a device), with lists of as many elements.
     """

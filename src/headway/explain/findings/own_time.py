@@ -44,7 +44,7 @@ class AddedCost:
     phases_ns: Mapping[str, int] = field(default_factory=dict)
 
     def times(self, phase: str, calls_ns: float) -> float:
-        """Times that calls in a phase cost what they cost in a row, where in a row they cost so much [ns]."""
+        """Factor between the cost of calls in a phase and in a row, where calls in a row cost so much [ns]."""
         parts = _GAPS if phase == _BETWEEN else (phase,)
         measured = [self.phases_ns[part] for part in parts if part in self.phases_ns]
         if not measured or not calls_ns:

@@ -65,7 +65,7 @@ def recorded_collections(evidence: RunEvidence) -> Observation | None:
 
 
 def _classed(evidence: StepEvidence, kind: str) -> tuple[int, Counter[str], list[tuple[StepPauses, Pause]]]:
-    """Long pauses of one cause: their time [ns], what the host was in, and themselves."""
+    """Long pauses of one cause: their time [ns], the host's surroundings, and the pauses themselves."""
     of_loops = {id(gap) for gap in loops.pauses_in_loop(evidence)}
     pauses = [
         (step, gap) for step in pauses_of(evidence) for gap in step.gaps if gap.is_long and id(gap) not in of_loops
@@ -98,7 +98,7 @@ def _extent(evidence: StepEvidence, members: Sequence[tuple[StepPauses, Pause]])
 
 
 def host_pause(evidence: StepEvidence) -> Observation | None:
-    """A few long gaps, and what the host was in."""
+    """A few long gaps, and the host's surroundings in them."""
     ns, places, members = _classed(evidence, "pause")
     if not members:
         return None

@@ -85,7 +85,7 @@ def _waited_for(
     *,
     is_one_rank: bool = False,
 ) -> Observation | None:
-    """Sum up what the steps would be shorter without the rank that was waited for, where one of some causes was why.
+    """Sum up the time that steps would save without the rank they waited for, over the waits with one of some causes.
 
     Of a cause that covers a part of the wait, that part counts.
 

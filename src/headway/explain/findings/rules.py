@@ -149,7 +149,7 @@ def largest_loss(evidence: StepEvidence, covered: Collection[tuple[str, int]]) -
 
 
 def _gaps(evidence: StepEvidence, key: str) -> str:
-    """Number and length of gaps, and what the host and the device had around the longest one."""
+    """Number and length of gaps, and the host's place in the longest one."""
     steps = pauses_of(evidence)
     gaps = [(step, gap) for step in steps for gap in step.gaps] if key == "idle.launch" else []
     if key == "idle.other":

@@ -1,4 +1,4 @@
-"""Run choices for a few steps, each in processes of its own, and correct the predictions by what was seen.
+"""Run choices for a few steps, each in processes of its own, and correct the predictions by the measurements.
 
 The run is that of `headway train` on the recipe's own data, in a run folder that is removed afterwards. Memory that
 runs out, a crash and a run that does not end are results like any other.
@@ -101,7 +101,7 @@ def measure(
 def corrected(
     candidates: Sequence[Prediction], trials: Mapping[Prediction, Trial]
 ) -> list[tuple[Prediction, float, Trial | None]]:
-    """Rank choices again by what was measured.
+    """Rank choices again by their measurements.
 
     What was measured has its measured rate; the others have the predicted one times the median of measured over
     predicted. Where memory ran out, no other choice that is planned to hold as much remains.
