@@ -224,7 +224,7 @@ def _boundaries(batch: Mapping[str, Any]) -> tuple[Ints, Ints | None]:
 
 
 def _fits(positions: Any, shape: tuple[int, int]) -> bool:
-    """Say whether positions cover every row; one row of positions for all (a model's default) shows nothing of a row."""
+    """Say whether positions cover every row; one row for all (a model's default) shows nothing of a row."""
     return tuple(positions.shape[-2:]) == shape or (positions.ndim == 1 and shape[0] == 1)
 
 
