@@ -41,7 +41,7 @@ class TuneReport:
     step_tokens: int
     tolerance: float
     peak_flops_per_s: float | None  # peak of one device in the dtype of the products; None if the device was measured
-    source: str  # source of the device's speeds
+    source: str  # origin of the device's speeds
     result: "SearchResult"
     best: "Sequence[Prediction]"
     front: "Sequence[Prediction]"

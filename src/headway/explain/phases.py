@@ -16,7 +16,7 @@ ASIDE = "aside"
 _QUANTITIES = (*GENERATION_QUANTITIES, "tokens", "slots", "scored_tokens", "bytes_moved", "weight_bytes")
 _FAR = 0.1  # MFU and MBU below which a phase is bound neither by what it computes nor by what it moves
 _MOSTLY = 0.5  # part of decode's places from which idle places are what the phase is bound by
-_WORTH_A_WORD = 0.01  # part of the step
+_WORTH_A_WORD = 0.01  # part of the step, or of decode's rows, from which a sentence names it
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,7 +79,7 @@ class _RecordSeries:
                 entries.pop()
             self.by_step[entry.step] = entry
         self.size, self._room = 2 * self.size, 0
-        self._most = max(_MOST_RECORDS, 2 * len(self.by_step))  # few records of an older file can be joined
+        self._most = max(_MOST_RECORDS, 2 * len(self.by_step))  # records of an older file hardly join
 
 
 def _joined(before: RecordedStep, after: RecordedStep, single: int | None) -> RecordedStep | None:

@@ -17,7 +17,7 @@ from headway.explain.products import products_of
 from headway.report import format_flops, format_rate, format_share
 from headway.words import Argument
 
-ALL = "all components"  # one component, if a trace's modules have no paths
+ALL = "all components"  # the one component, if a trace's modules have no paths
 _MODULE = "module:"
 # A fused loss runs no head, and a batch may leave an expert out: so much may be missing and the model is the trace's.
 _MOST_MISSING, _MOST_LAYERS_MISSING = 0.5, 0.05

@@ -54,7 +54,7 @@ _WITH_PARTS = {"matmul", "memory", "idle.sync", "idle.other", "aside"}
 _LEAST_OTHER = 0.01  # part of a step from which idle time between kernels is shown by length
 _NEARLY_ALL = 0.98
 _SAME_LENGTH = 0.02  # part of a step on the host; a smaller difference is not shown
-_LEAST_WAIT = 0.01  # part of a step
+_LEAST_WAIT = 0.01  # part of a step from which a wait is shown
 _NOT_A_LOSS = {"useful", "matmul"}
 
 

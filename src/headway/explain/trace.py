@@ -170,7 +170,7 @@ class _Builder:
         self._indices: dict[str, int] = {}
         self._indices_of_operands: dict[str, int] = {}
         self._tracks: dict[tuple[Any, Any], int] = {}
-        self._rows = array("q")  # numbers of all events, one event behind the other
+        self._rows = array("q")  # columns' values of all events, one event behind the other
 
     def add(self, event: dict[str, Any]) -> None:
         category = event.get("cat")

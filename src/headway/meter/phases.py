@@ -33,7 +33,7 @@ PHASES = ("data", "input", "exchange", "inference", "forward", "loss", "backward
 LAUNCHING = ("forward", "backward", "optimizer")  # phases in which the host gives a device its work
 GAPS = ("input", "loss", "gradients", "after")  # phases in which the loop does what it likes
 _LONG_S = 0.02  # a step of this length hides what some marks cost [s]
-_EVERY = 16  # shorter steps from one sample to the next
+_EVERY = 16  # number of shorter steps from one sample to the next
 _MOST_RESULTS = 8  # results of a forward whose gradients are watched for the backward's begin
 _PRODUCT = "The phases of this loop's steps"
 

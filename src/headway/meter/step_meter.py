@@ -364,7 +364,7 @@ class StepMeter(StepClock, ABC):
         self._warn_once(text, UserWarning, about="batches")
 
     def _largest_memory(self) -> int:
-        largest = 0  # unknown
+        largest = 0  # 0 if it is unknown
         with self.boundary.guard("The peak of this rank's memory"):
             largest = largest_memory(self.device)
         return largest  # noqa: RET504 - a reading that fails leaves it as it was

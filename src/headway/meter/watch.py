@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from headway.tracing.shapes import ShapeTraces
 
 _ONE_CALL = Workload(packs=1)  # one forward of the shapes that it was traced on
-_MOST_SHAPES = 512  # most shapes of one module
+_MOST_SHAPES = 512  # traced shapes of one module
 
 
 @dataclass(eq=False, slots=True)

@@ -294,7 +294,7 @@ class Window:
             "flops": _passes(self.flops),
             "components": [*by_component],
             "flops_by_component": [*by_component.values()],
-            # Rule and rates that shares refer to.
+            # Counting rule, and rates that shares refer to.
             "convention": self.convention,
             "peak_dtype": self.peak.dtype,
             "peak_source": self.peak.source,

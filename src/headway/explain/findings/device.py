@@ -209,8 +209,7 @@ def _keys_of_a_query(event: EventTime, attention: StepAttention | None) -> float
     operands = event.trace.operands_of(event.event)
     if operands is None or not operands.sizes or len(operands.sizes[0]) < 3:
         return None
-    # The first operand: queries, or in backward gradients of their results: tokens x heads x head size, or batches x
-    # these.
+    # The first operand: queries, or in backward gradients of their results: (batches x) tokens x heads x head size.
     first = operands.sizes[0]
     layer = None if attention is None else attention.of(event.event)
     if attention is not None and layer is not None and layer in attention.flops:

@@ -20,7 +20,7 @@ class TimeOf(Enum):
     BESIDE = "between the steps of a run"
 
 
-# Observers of these read all steps, other observers the steps behind slow first ones.
+# Observers of these times read all steps, other observers only the steps behind slow first ones.
 OF_A_WHOLE_RUN = (TimeOf.RUN, TimeOf.BESIDE)
 
 
