@@ -248,5 +248,5 @@ def _explained_log(path: Path, chosen: SourceOptions) -> tuple[JobExplanation, l
 
 
 def _known(printed: "Reading | None") -> float | None:
-    """A number of a log; None where there is none, or one that no step could have."""
+    """A number of a log; None without one, or for a number that no step could have."""
     return None if printed is None else quantity(printed.value)

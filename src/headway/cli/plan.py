@@ -236,7 +236,7 @@ def _with_note_on_auto(predictor: "Predictor", planned: "Prediction") -> "Predic
 def _pattern(
     cost_model: "CostModel", model: str, work: WorkloadOptions, tokens_per_sample: int | None
 ) -> "tuple[str, LengthTable] | None":
-    """Name and table of the samples that --segments, --images and --videos describe; None where they are not given."""
+    """Name and table of the samples that --segments, --images and --videos describe; None without these options."""
     work = work.in_patches(model)
     if tokens_per_sample is not None:
         work = with_text(cost_model, work, tokens_per_sample)

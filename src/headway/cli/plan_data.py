@@ -59,7 +59,7 @@ class RunLength:
         return len((own[1] if own else read_lengths(lengths or "")).tokens)
 
     def total(self, packs: "Packs", rows: int) -> float | None:
-        """Count the tokens to train on; None where nothing says how long the run is.
+        """Count the tokens to train on; None if the length of the run is unknown.
 
         Args:
             packs: planned, whose samples stand for all.

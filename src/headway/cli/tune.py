@@ -261,7 +261,7 @@ def search_of(
 
 
 def _room(memory: str | None, device: "Device | None") -> int | None:
-    """Memory that each device may hold [bytes]; None where nothing says so."""
+    """Memory that each device may hold [bytes]; None if it is unknown."""
     from headway.predict.fitting import room_of
 
     limit = None if device is None else device.memory_bytes

@@ -50,7 +50,7 @@ class TuneReport:
     notes: tuple[str, ...]
 
     def mfu(self, flops_per_s: float) -> float | None:
-        """Share of the devices' peak; None where that is not known."""
+        """Share of the devices' peak; None if the peak is unknown."""
         return None if self.peak_flops_per_s is None else flops_per_s / self.devices / self.peak_flops_per_s
 
     @property

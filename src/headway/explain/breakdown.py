@@ -53,7 +53,7 @@ class BreakdownRow:
 
     @property
     def flops_per_s(self) -> float | None:
-        """Rate at which its matmul-class kernels ran; None where there were none, or their FLOPs are not known."""
+        """Rate at which its matmul-class kernels ran; None without such kernels, or if their FLOPs are unknown."""
         return self.flops / self.matmul_ns * 1e9 if self.flops and self.matmul_ns else None
 
     def to_dict(self) -> dict[str, Any]:

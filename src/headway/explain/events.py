@@ -170,7 +170,7 @@ class Operands:
         return cls(tuple(sizes), tuple(kinds), tuple(num_read), bool(list_numel), tuple(list_numel))
 
     def bytes_moved(self, operator: str) -> int | None:
-        """Bytes that an operator must read and write at least, nothing of it kept in a cache; None where not known.
+        """Bytes that an operator must read and write at least, nothing of it kept in a cache; None if unknown.
 
         All that it reads, once, and what it writes: as much as its largest operand, as of what works element by
         element; nothing where it reduces; one of its operands where that is written in place of a result (`copy_`,

@@ -83,7 +83,7 @@ class OperandTraffic:
 
     @property
     def at_bandwidth_ns(self) -> int | None:
-        """Time that the bytes take at full bandwidth [ns]; None where that is not known."""
+        """Time that the bytes take at full bandwidth [ns]; None if it is unknown."""
         return None if self.bytes_per_s is None else round(self.num_bytes / self.bytes_per_s * 1e9)
 
     def to_dict(self) -> dict[str, Any]:

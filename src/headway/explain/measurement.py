@@ -168,7 +168,7 @@ class MeasuredTrace:
         return callers
 
     def operands_of(self, event: int) -> Operands | None:
-        """Operands that the operator was called with; None where that was not recorded."""
+        """Operands that the operator was called with; None if the trace has none of it."""
         operator = self.operator_of(event)
         index = NONE if operator == NONE else int(self.trace.host.operands[operator])
         return None if index == NONE else self.trace.operands[index]

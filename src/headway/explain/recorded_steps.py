@@ -83,7 +83,7 @@ class _RecordSeries:
 
 
 def _joined(before: RecordedStep, after: RecordedStep, single: int | None) -> RecordedStep | None:
-    """The window of two records; None where they cannot be one."""
+    """The window of two records; None if they cannot be one."""
     first, second = (
         entry.record.measured if isinstance(entry.record, StepRecord) else entry.record for entry in (before, after)
     )

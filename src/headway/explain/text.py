@@ -324,7 +324,7 @@ def _row(name: str, rows: Sequence[BreakdownRow], by: By, shown: StepWaterfall) 
 
 
 def _flops(rows: Sequence[BreakdownRow]) -> tuple[str, str]:
-    """FLOPs of rows, and their rate while matmul-class kernels ran; "" where they are not known of all."""
+    """FLOPs of rows, and their rate while matmul-class kernels ran; "" if some are unknown."""
     flops, matmul_ns = sum(row.flops or 0 for row in rows), sum(row.matmul_ns for row in rows)
     if not flops or any(row.matmul_ns and row.flops is None for row in rows):
         return "", ""

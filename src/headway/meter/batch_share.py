@@ -69,7 +69,7 @@ def batch_share(model: Any, batch_ranks: int | None = None) -> BatchShare:
 
 
 def stage_of(model: Any, ledger: CostModel) -> CostModel | None:
-    """Find the part of a ledger that a module runs which is one stage of a pipeline; None where it is no part.
+    """Find the part of a ledger that a module runs as one stage of a pipeline; None if the module is no part.
 
     A stage keeps the names that its modules have in the whole model, as torch.distributed.pipelining's do.
 

@@ -1,4 +1,4 @@
-"""Energy that a GPU has drawn, from the counter that the board itself keeps; None where there is no such counter."""
+"""Energy that a GPU has drawn, from the board's own counter; None without such a counter."""
 
 import os
 import sys

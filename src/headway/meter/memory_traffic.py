@@ -164,7 +164,7 @@ def forward_traffic_of(cost_model: CostModel, itemsizes: Sequence[float], cached
 
 
 def elements_met(parameter: Parameter) -> int:
-    """Elements read in a pass: of experts those of one token, the least; of a copy for latent patches all."""
+    """Elements read in a pass: one token's experts, the least; the whole copy of weights for latent patches."""
     is_for_others = not parameter.active and not parameter.component.endswith(".experts")
     return parameter.numel if is_for_others else parameter.active
 

@@ -116,7 +116,7 @@ class PhaseTimer:
 
     @property
     def border(self) -> str:
-        """The phase that lasts, or " " and the one behind which the loop is in a gap; "" where it does not train."""
+        """The phase that lasts, or " " and the phase before the present gap; "" away from training."""
         return "" if self._is_away else self._border if self._lasts else f" {self._border}"
 
     def _hook(self) -> None:

@@ -58,7 +58,7 @@ def folder_sections(
 
 
 def held_out_loss(folder: Path) -> DrawnLine | None:
-    """Loss of held-out samples over the steps; None where nothing was judged."""
+    """Loss of held-out samples over the steps; None without evaluations."""
     pairs = [(number(record.get("step")), number(record.get("loss"))) for record in held_out(folder)]
     points = sorted((step, loss) for step, loss in pairs if step is not None and loss is not None)
     return DrawnLine("held-out", *zip(*points, strict=True)) if points else None
@@ -254,7 +254,7 @@ def _evaluations(folder: Path, records: Sequence[Mapping[str, Any]]) -> ReportSe
 
 
 def _overfitting(records: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]]) -> str:
-    """A sentence where held-out loss has parted from training loss; "" where it has not."""
+    """A sentence if held-out loss has parted from training loss; "" if it has not."""
     tally = HeldOutTally()
     steps = [{**record, "kind": "step"} for record in records]  # an evaluation comes after the step of its number
     for record in sorted([*steps, *evaluations], key=lambda record: number(record.get("step")) or 0.0):

@@ -71,7 +71,7 @@ def _state(summary: Mapping[str, Any], *, is_unfinished: bool) -> str:
 
 
 def _learnt(records: Sequence[Mapping[str, Any]]) -> str:
-    """Course of the loss, in words; "" where none is known."""
+    """Course of the loss, in words; "" if it is unknown."""
     tally = LossTally()
     for record in records:
         numbers = {key: number(value) for key, value in record.items() if key == "loss" or key.endswith("_loss")}

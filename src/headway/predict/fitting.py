@@ -251,7 +251,7 @@ def _of_adapters(config: TrainConfig) -> Iterator[tuple[str, ...]]:
 
 
 def _tried(config: TrainConfig, settings: tuple[str, ...], devices: int, peak: Peak) -> Way | None:
-    """Memory plan with some settings on top of a configuration; None where they cannot take effect."""
+    """Memory plan with some settings on top of a configuration; None if they cannot take effect."""
     try:
         changed = changed_config(config, {}, settings)
         return Way(settings, devices, peak(changed, devices))

@@ -266,7 +266,7 @@ class SuggestedObjective(NamedTuple):
 
 
 def _objective(lengths: MeasuredLengths) -> SuggestedObjective | None:
-    """Ask the registered objectives for one that suits the samples; None where cross-entropy does."""
+    """Ask the registered objectives for one that suits the samples; None if cross-entropy suits them."""
     hooks = [plugin.hook("suggested") for plugin in objectives()]
     suggestions = [hook(are_pairs=lengths.are_pairs) for hook in hooks if hook is not None]
     return next((suggestion for suggestion in suggestions if suggestion is not None), None)

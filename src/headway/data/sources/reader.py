@@ -270,7 +270,7 @@ class SpanReader(Reader):
         return self._table
 
     def _cached(self) -> NDArray[np.int64] | None:
-        """The table of rows in the cache; None where there is none, or one that is damaged and is to be made again."""
+        """The table of rows in the cache; None without a table, or if it is damaged and must be made again."""
         path = self._table_file()
         table: NDArray[np.int64]
         try:

@@ -173,7 +173,7 @@ class RowMedia:
         return self._media(kind, content, frames_per_s)
 
     def _decode(self, kind: str, words: str, *, is_base64: bool) -> Media | None:
-        """Media within the row's words, decoded once however often it is read; None where the words name them."""
+        """Media within the row's words, decoded once however often they are read; None if the words name media."""
         if (is_base64, words) not in self._decoded:
             data = inline_bytes(kind, words, is_base64=is_base64)
             if data is None:

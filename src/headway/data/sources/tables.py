@@ -87,7 +87,7 @@ class TableReader(Reader):
         return self._table
 
     def _directly(self) -> tuple[list[pa.RecordBatch], str] | None:
-        """The file's own batches; None where they lie neither here nor uncompressed."""
+        """The file's own batches; None if the file lies neither here nor uncompressed."""
         return None
 
     def _from_copy(self) -> tuple[list[pa.RecordBatch], str]:

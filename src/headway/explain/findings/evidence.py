@@ -116,7 +116,7 @@ class Evidence(Generic[Step]):
 
     @property
     def useful_ns(self) -> float | None:
-        """Time that the useful FLOPs of all steps take at peak [ns]; None where that is not known of a step."""
+        """Time that the useful FLOPs of all steps take at peak [ns]; None if one step's FLOPs are unknown."""
         useful_ns = [step.mfu * step.duration_ns for step in self.steps if step.mfu is not None]
         return sum(useful_ns) if len(useful_ns) == self.num_steps else None
 
@@ -292,7 +292,7 @@ class StepEvidence(Evidence[StepWaterfall]):
         return format_share(ns / self.duration_ns)
 
     def fact(self, name: str, rank: int | None = None) -> Any:
-        """Fact that a rank's loop recorded of itself; of the first rank if none is named. None where not known."""
+        """Fact that a rank's loop recorded of itself, the first rank's if none is named; None if it is unknown."""
         facts = self._facts.get(self.ranks[0] if rank is None else rank)
         return None if facts is None else facts.get(name)
 
@@ -303,7 +303,7 @@ class StepEvidence(Evidence[StepWaterfall]):
         return facts.get(name) if isinstance(facts, Mapping) else None
 
     def total(self, name: str) -> float | None:
-        """Add up a number that the loop recorded for each step; None where a step lacks it."""
+        """Add up a number that the loop recorded for each step; None if a step lacks the number."""
         values = [self.step_fact(step, name) for step in self.steps]
         numbers = [number for number in map(as_number, values) if number is not None]
         return sum(numbers) if len(numbers) == len(values) else None

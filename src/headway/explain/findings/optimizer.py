@@ -123,7 +123,7 @@ def _bytes(events: list[EventTime]) -> _Traffic | None:
 
 
 def _bytes_of(event: EventTime, operands: Operands, widths: set[int]) -> int | None:
-    """Bytes that an operator of the optimizer reads and writes; None where they are not known."""
+    """Bytes that an operator of the optimizer reads and writes; None if they are unknown."""
     if not operands.has_list:
         return operands.bytes_moved(event.operator)
     types = _FUNCTOR.search(event.name)

@@ -101,7 +101,7 @@ def _of_stages(evidence: RunEvidence) -> list[tuple[float, RunStep]]:
 
 
 def _change(rates: Sequence[float]) -> int | None:
-    """Find the one place from which on rates differ for good; None where there is none.
+    """Find the one place from which on rates differ for good; None without such a place.
 
     The place is where two means describe the logarithms of the rates best. It is told if the two differ by a quarter
     and by more than the steps of either part scatter, and if a fall that goes on all the time explains them worse.
@@ -153,7 +153,7 @@ def _differences(before: Sequence[RunStep], after: Sequence[RunStep]) -> tuple[l
 
 
 def _slower_part(fast: Sequence[RunStep], slow: Sequence[RunStep]) -> str:
-    """Say whether one phase of the step or all became slower; "" where phases are not known."""
+    """Say whether one phase of the step or all became slower; "" if phases are unknown."""
     means = [
         {name: sum(step.phases_ns[name] for step in timed) / len(timed) for name in timed[0].phases_ns}
         for part in (fast, slow)
@@ -337,7 +337,7 @@ def _alike(evidence: RunEvidence) -> str:
 
 
 def usual_tokens(tokens: Sequence[float]) -> float | None:
-    """Tokens that three quarters of the steps have, to 5 %; None where steps differ more."""
+    """Tokens that three quarters of the steps have, to 5 %; None if steps differ more."""
     usual = median(tokens)
     alike = sum(abs(count / usual - 1) < 0.05 for count in tokens)
     return usual if 4 * alike >= 3 * len(tokens) else None

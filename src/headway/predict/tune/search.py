@@ -258,7 +258,7 @@ class Search:
             self._least = (peak, changes(self.config, values))
 
     def _admitted(self, config: TrainConfig, packs: Packs) -> MemoryPlan | None:
-        """Memory of a choice; None where the model has no such blocks, or they do not fit the size given."""
+        """Memory of a choice; None if the model has no such blocks, or they do not fit the size given."""
         try:
             return self._memory(config, packs)
         except UsageError:
