@@ -178,11 +178,11 @@ found = metadata.entry_points
 metadata.entry_points = lambda **given: () if given.get("group") == "headway.families" else found(**given)
 from headway.count.models import load_cost_model
 from headway.errors import UnknownModelError
-from headway.models.load import load_config
+from headway.models.load import load_model_config
 from pathlib import Path
 
 Path("config.json").write_text(json.dumps({"model_type": "bagel"}))
-for ask, name in ((load_cost_model, "bagel-7b-mot"), (load_config, "config.json")):
+for ask, name in ((load_cost_model, "bagel-7b-mot"), (load_model_config, "config.json")):
     try:
         ask(name)
     except UnknownModelError as error:

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from headway.config import load_config
+from headway.log.records import read_records
 from headway.version import install_command
 from helpers.processes import ROOT, run_processes
 
@@ -48,8 +49,7 @@ def test_the_demo_and_the_recipe_are_one_path(tmp_path):
     assert [line.split("  ")[0] for line in train.stdout.splitlines()][:3] == ["steps", "loss", "exact match"]
 
     def losses(folder):
-        lines = (tmp_path / folder / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line)["loss"] for line in lines]
+        return [record["loss"] for record in read_records(tmp_path / folder / "metrics.jsonl")]
 
     assert losses("again") == losses("runs/digits/run")
 

@@ -91,7 +91,7 @@ def check_sources_add_up(summary, steps):
     """Tokens and losses of the sources make those of each step, and those of all steps what the summary says."""
     tokens = dict.fromkeys(NAMES, 0)
     for step in steps:
-        assert set(step["sources"]) == set(NAMES)
+        assert set(step["sources"]) <= {*NAMES}
         parts = [part for part in step["sources"].values() if part["supervised"]]
         supervised = sum(part["supervised"] for part in parts)
         assert step["loss"] == pytest.approx(sum(part["loss"] * part["supervised"] for part in parts) / supervised)
@@ -141,4 +141,5 @@ def test_four_formats_mixed_by_epochs_are_read_to_the_end(tmp_path, reader, sour
         zip(NAMES, (100, 200, 50, 300), strict=True)
     )
     for name in NAMES:
-        assert sum(step["sources"][name]["tokens"] for step in steps) == counted[name]["used"]["tokens"]
+        parts = [step["sources"][name] for step in steps if name in step["sources"]]  # steps that have tokens of it
+        assert sum(part["tokens"] for part in parts) == counted[name]["used"]["tokens"]

@@ -85,7 +85,7 @@ def test_training_equals_a_plain_loop_over_single_samples(raw, digits):
 
 
 def test_a_steps_mbu_is_what_it_must_move_where_the_bandwidth_is_known(raw, monkeypatch):
-    for user in ("train.prepare", "meter.step_meter"):
+    for user in ("train.prepare", "meter.meter"):
         monkeypatch.setattr(f"headway.{user}.bandwidth_of", lambda _device: 1e10)
     raw["optim"] |= {"steps": 2, "warmup_steps": 0}
     moved = []

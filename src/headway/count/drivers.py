@@ -321,11 +321,11 @@ def parse_driver(driver: str) -> Callable[[Workload], int]:
         CostModelError: no driver has this name, or its parameters are wrong.
 
     >>> from headway.count.workload import Workload
-    >>> parse("pairs:sliding:2")(Workload([3]))
+    >>> parse_driver("pairs:sliding:2")(Workload([3]))
     5
-    >>> parse("patches/4")(Workload([9], images=[(1, 4, 6)]))
+    >>> parse_driver("patches/4")(Workload([9], images=[(1, 4, 6)]))
     6
-    >>> parse("audio_pairs:full/2")(Workload([9], audio=[7]))
+    >>> parse_driver("audio_pairs:full/2")(Workload([9], audio=[7]))
     16
     """
     grids = _of_one_kind(driver)

@@ -81,9 +81,9 @@ class Term:
 def parse_recompute(choice: str) -> tuple[Term, ...]:
     """Read a choice; `none` has no terms.
 
-    >>> parse("vision:every:2")
+    >>> parse_recompute("vision:every:2")
     (Term(text='vision:every:2', leaves_out=False, every=2, tower='vision'),)
-    >>> parse("full,-attention")[1]
+    >>> parse_recompute("full,-attention")[1]
     Term(text='attention', leaves_out=True, every=0, tower='')
     """
     return () if choice == "none" else tuple(_term(text.strip()) for text in choice.split(","))

@@ -121,7 +121,7 @@ def named_config(name: str) -> PreTrainedConfig:
     """Read the configuration of a model by any name: a folder or file here, a shipped model's, or one on the Hub.
 
     Raises:
-        UnknownModelError, CheckpointError: as `load_config` raises them.
+        UnknownModelError, CheckpointError: as `load_model_config` raises them.
     """
     shipped = shipped_name(name)
     config: PreTrainedConfig = load_model_config(name) if shipped is None else preset_config(shipped)

@@ -59,7 +59,7 @@ def target_runs(is_target_S: Numbers) -> tuple[Run, ...]:
     Args:
         is_target_S: whether each token is learnt; the first one never is, as nothing predicts it.
 
-    >>> runs_of(np.array([True, True, False, False, True, True]))
+    >>> target_runs(np.array([True, True, False, False, True, True]))
     ((1, 2), (4, 6))
     """
     flags = np.concatenate([[False], is_target_S[1:], [False]])

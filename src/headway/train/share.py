@@ -66,7 +66,7 @@ class StepShare(NamedTuple):
         supervised: targets of each source [tokens], shape (S,).
         lost: tokens of each source that were cut off or left out [tokens], shape (S,).
         counts: by which losses are divided.
-        digest: of the samples' origins, `digest_of`.
+        digest: of the samples' origins, `samples_digest`.
         kinds: of each pack the kinds of media for which a vision tower runs.
         flags: what may end the run.
     """
