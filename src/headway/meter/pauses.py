@@ -15,6 +15,7 @@ import threading
 import time
 import tomllib
 import weakref
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -157,7 +158,7 @@ class CollectionTimer:
             self._since_s = None
 
 
-class StackSampler:
+class StackSampler(ABC):
     """Samples the stack of the thread that makes the sampler, from a thread of its own.
 
     Args:
@@ -176,13 +177,13 @@ class StackSampler:
         """True if there is nothing left to look at."""
         return False
 
+    @abstractmethod
     def look(self, passed_s: float) -> None:
         """Look once.
 
         Args:
             passed_s: time that the look stands for [s].
         """
-        raise NotImplementedError
 
     def _frame(self) -> FrameType | None:
         """Innermost frame of the thread; one that is kept until the next look would keep all that it names."""
