@@ -65,7 +65,7 @@ def bagel_config(vae=None, **text):
 
 
 def tiny_bagel(vae=None, attention="sdpa", seed=0, **text):
-    """A model whose every weight is random, the one that starts at zero too."""
+    """Make a model with random weights throughout, the layer that starts at zero included."""
     torch.manual_seed(seed)
     model = BagelModel._from_config(bagel_config(vae, **text), attn_implementation=attention, dtype=torch.float32)
     with torch.no_grad():
@@ -74,7 +74,7 @@ def tiny_bagel(vae=None, attention="sdpa", seed=0, **text):
 
 
 def contents(parts, config, seed):
-    """What a sample holds, drawn by a seed of its own: tokens, patches, and for each grid of latents a time."""
+    """Make the inputs of a sample by its own seed: tokens, patches, and a time for each grid of latents."""
     drawn = torch.Generator().manual_seed(seed)
     tokens = sum(part.tokens or part.rows * part.columns + 2 for part in parts)
     read = sum(part.rows * part.columns for part in parts if part.kind == "image")

@@ -107,7 +107,7 @@ def size_record(size: "Prediction", totals: "RunTotals | None") -> dict[str, Any
 
 
 def _runs(sizes: "Sizes") -> str:
-    """A table of what one chooses a size by: whether it fits, how fast it is, and what the whole run takes."""
+    """Table of the sizes: memory that fits or not, speed, and time and cost of the whole run."""
     first = sizes[0][1]
     headings = ["fits", "memory", "step", "MFU", "tokens/s"]
     if first is not None:

@@ -159,20 +159,20 @@ def of_ranks(entry: Mapping[str, Any], *, is_listed: bool = True) -> dict[str, A
     works, busy_flops = entry["rank_flops"], entry["rank_busy_flops"]
     heaviest = max(works, default=0)
     balance = ratio(sum(works), len(works) * heaviest)
-    # A rank without work says nothing of its device; nothing is known where nobody looked at one that had work.
+    # A rank without work says nothing of its device. If one rank with work was not timed, no rank is called slowest.
     speeds = [ratio(n, busy_s) if n else None for n, busy_s in zip(busy_flops, entry["rank_busy_s"], strict=True)]
     of_workers = {rank: speed for rank, speed in enumerate(speeds) if busy_flops[rank]}
-    fastest_last = {rank: speed for rank, speed in of_workers.items() if speed is not None}
+    known_speeds = {rank: speed for rank, speed in of_workers.items() if speed is not None}
     slowest = None
-    if fastest_last and len(fastest_last) == len(of_workers):
-        slowest = min(fastest_last, key=fastest_last.__getitem__)
+    if known_speeds and len(known_speeds) == len(of_workers):
+        slowest = min(known_speeds, key=known_speeds.__getitem__)
     return {
         "balance": balance,
         "straggler_share": None if balance is None else 1 - balance,
         "heaviest_rank": works.index(heaviest) if any(works) else None,
         "heaviest_rank_load": ratio(1, balance),
         "slowest_rank": slowest,
-        "slowest_rank_speed": None if slowest is None else ratio(speeds[slowest], median(fastest_last.values())),
+        "slowest_rank_speed": None if slowest is None else ratio(speeds[slowest], median(known_speeds.values())),
         **({"rank_flops_per_busy_s": speeds} if is_listed else {}),
     }
 
