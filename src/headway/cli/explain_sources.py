@@ -42,19 +42,12 @@ class SourceKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ExplainSource:
-    """Source of an explanation, as its name and the beginning of its file tell.
+    """Source of an explanation, as its name and the beginning of its file tell."""
 
-    Attributes:
-        path: that the user gives: a file, or a run folder.
-        kind: of its files.
-        files: of a profile the traces of all ranks, else the one file.
-        about: note on the profile of a run folder, or what a foreign file is; "" of others.
-    """
-
-    path: Path
-    kind: SourceKind
-    files: tuple[Path, ...]
-    about: str = ""
+    path: Path  # path that the user gives: a file, or a run folder
+    kind: SourceKind  # kind of its files
+    files: tuple[Path, ...]  # traces of all ranks of a profile, else the one file
+    about: str = ""  # note on the profile of a run folder, or what a foreign file is; "" of others
 
     @property
     def is_trace_file(self) -> bool:

@@ -59,31 +59,18 @@ _OWN_LINE = {Phase.DATA_WAIT, Phase.OPTIMIZER, Phase.LOGGING, Phase.CHECKPOINT, 
 
 @dataclass(slots=True)
 class Surroundings:
-    """Operator, module and phase around one event of the host; indices of host events, NONE where there is none.
+    """Operator, module and phase around one event of the host; indices of host events, NONE where there is none."""
 
-    Attributes:
-        operator: the innermost operator, itself included.
-        module: path of the innermost module; "" outside of modules.
-        phase: None until known from an annotation.
-        backward: the innermost operator of backward.
-        is_recomputed: a forward runs again within backward.
-        depth: events around it.
-        forward: the annotation `phase:forward`, one for each pass of the whole model.
-        chore: what is done around the modules.
-        is_compiled: it is in what torch.compile made.
-        outer: the event directly around it.
-    """
-
-    operator: int = NONE
-    module: str = ""
-    phase: Phase | None = None
-    backward: int = NONE
-    is_recomputed: bool = False
-    depth: int = 0
-    forward: int = NONE
-    chore: Chore = Chore.NONE
-    is_compiled: bool = False
-    outer: int = NONE
+    operator: int = NONE  # the innermost operator, itself included
+    module: str = ""  # path of the innermost module; "" outside of modules
+    phase: Phase | None = None  # None until known from an annotation
+    backward: int = NONE  # the innermost operator of backward
+    is_recomputed: bool = False  # a forward runs again within backward
+    depth: int = 0  # events around it
+    forward: int = NONE  # the annotation `phase:forward`, one for each pass of the whole model
+    chore: Chore = Chore.NONE  # work around the modules
+    is_compiled: bool = False  # True in what torch.compile made
+    outer: int = NONE  # the event directly around it
 
 
 _NOWHERE = Surroundings()
@@ -91,30 +78,19 @@ _NOWHERE = Surroundings()
 
 @dataclass(frozen=True, slots=True)
 class Attribution:
-    """Purpose of every event.
+    """Purpose of every event."""
 
-    Attributes:
-        launch: for each device event, the host event that launched it; NONE where the trace has none.
-        work: class of each event of the device; in a trace of a CPU alone, of the host.
-        phase: phase of each of these events.
-        module: module's path of each of these events; "" where none is known.
-        operator: name of the innermost operator of each of these events; "" where none is known.
-        passes: for each of these events the annotation `phase:forward` of the pass that it belongs to, backward and
-            recomputation to that of their forward; an index of host events, NONE where none is known.
-        chore: what is done around the modules by each of these events.
-        is_compiled: whether each of these events is in what torch.compile made, forward or backward.
-        contexts: what lies around each event of the host.
-    """
-
-    launch: Column
-    work: list[Work]
-    phase: list[Phase]
-    module: list[str]
-    operator: list[str]
+    launch: Column  # for each device event, the host event that launched it; NONE where the trace has none
+    work: list[Work]  # class of each event of the device; in a trace of a CPU alone, of the host
+    phase: list[Phase]  # phase of each of these events
+    module: list[str]  # module's path of each of these events; "" where none is known
+    operator: list[str]  # name of the innermost operator of each of these events; "" where none is known
+    # for each of these events the annotation `phase:forward` of the pass that it belongs to, backward and recomputation
+    # to that of their forward; an index of host events, NONE where none is known
     passes: list[int]
-    chore: list[Chore]
-    is_compiled: list[bool]
-    contexts: list[Surroundings]
+    chore: list[Chore]  # work around the modules, of each of these events
+    is_compiled: list[bool]  # whether each of these events is in what torch.compile made, forward or backward
+    contexts: list[Surroundings]  # surroundings of each event of the host
 
 
 def attribute(trace: Trace) -> Attribution:

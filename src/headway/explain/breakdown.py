@@ -33,21 +33,14 @@ _PARTS = (Phase.FORWARD, Phase.BACKWARD, Phase.RECOMPUTED)  # phases in the orde
 
 @dataclass(frozen=True, slots=True)
 class BreakdownRow:
-    """Time of one component, module, kernel, or attention of one pack in one layer in a step.
+    """Time of one component, module, kernel, or attention of one pack in one layer in a step."""
 
-    Attributes:
-        name: which.
-        ns: time in which its kernels ran and nothing more important did [ns].
-        by_phase: the same by part of the step [ns]; they add up to `ns`.
-        matmul_ns: the part of it that matmul-class kernels took [ns].
-        flops: FLOPs that it ran by the cost model, what was run again included; by part of the step where it is
-            attention. None where they are not known, or not of rows of this kind.
-    """
-
-    name: str
-    ns: int
-    by_phase: dict[Phase, int]
-    matmul_ns: int = 0
+    name: str  # component, module, kernel, or pack and layer
+    ns: int  # time in which its kernels ran and nothing more important did [ns]
+    by_phase: dict[Phase, int]  # the same by part of the step [ns]; they add up to `ns`
+    matmul_ns: int = 0  # the part of it that matmul-class kernels took [ns]
+    # FLOPs that it ran by the cost model, what was run again included; by part of the step where it is attention. None
+    # where they are not known, or not of rows of this kind
     flops: int | None = None
     flops_by_phase: dict[Phase, int] = field(default_factory=dict)
 
@@ -70,15 +63,10 @@ class BreakdownRow:
 
 
 class PackLayer(NamedTuple):
-    """Attention of one pack in one layer.
+    """Attention of one pack in one layer."""
 
-    Attributes:
-        module: path of the module that attends.
-        pack: number of the pack in its step, from 1; None where the trace does not tell them apart.
-    """
-
-    module: str
-    pack: int | None
+    module: str  # path of the module that attends
+    pack: int | None  # number of the pack in its step, from 1; None where the trace does not tell them apart
 
     def __str__(self) -> str:
         return f"{self.module}, pack {'unknown' if self.pack is None else self.pack}"

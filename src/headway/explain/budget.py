@@ -14,21 +14,13 @@ OTHER = "other"
 
 @dataclass(frozen=True, slots=True)
 class DeviceRates:
-    """Rates that a device can reach.
+    """Rates that a device can reach."""
 
-    Attributes:
-        peak_flops_per_s: of the products' dtype, dense [FLOP/s]; None where it is not known.
-        ceiling_flops_per_s: the best that was measured [FLOP/s]; None where nothing was.
-        bytes_per_s: of its memory [B/s]; None where it is not known.
-        peak_source: where the peak stands; "" without one, or where the trace says it itself.
-        why_no_peak: a sentence, where there is none.
-    """
-
-    peak_flops_per_s: float | None = None
-    ceiling_flops_per_s: float | None = None
-    bytes_per_s: float | None = None
-    peak_source: str = ""
-    why_no_peak: str = ""
+    peak_flops_per_s: float | None = None  # peak for the products' dtype, dense [FLOP/s]; None where it is not known
+    ceiling_flops_per_s: float | None = None  # the best that was measured [FLOP/s]; None where nothing was
+    bytes_per_s: float | None = None  # bandwidth of its memory [B/s]; None where it is not known
+    peak_source: str = ""  # source of the peak; "" without one, or where the trace says it itself
+    why_no_peak: str = ""  # a sentence, where there is none
 
     @property
     def best_flops_per_s(self) -> float | None:
@@ -38,19 +30,12 @@ class DeviceRates:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Time that one component of a step needed [ns]; each is a whole number, so that sums are exact.
+    """Time that one component of a step needed [ns]; each is a whole number, so that sums are exact."""
 
-    Attributes:
-        useful: useful FLOPs / peak.
-        ceiling_loss: what the same FLOPs take longer at the ceiling.
-        recomputed: FLOPs of activation checkpointing / ceiling.
-        padding: FLOPs that were spent on padding / ceiling.
-    """
-
-    useful: int
-    ceiling_loss: int
-    recomputed: int
-    padding: int
+    useful: int  # useful FLOPs / peak
+    ceiling_loss: int  # time that the same FLOPs take longer at the ceiling
+    recomputed: int  # FLOPs of activation checkpointing / ceiling
+    padding: int  # FLOPs that were spent on padding / ceiling
 
     @property
     def total(self) -> int:

@@ -22,17 +22,11 @@ _MOST_NAMED = 3
 
 @dataclass(frozen=True, slots=True)
 class ComparedJob:
-    """One of two jobs.
+    """One of two jobs."""
 
-    Attributes:
-        name: what the user called it.
-        mean: its mean step, without slow first ones.
-        notes: what a reader must know of it.
-    """
-
-    name: str
-    mean: MeanWaterfall
-    notes: tuple[str, ...]
+    name: str  # name that the user gave it
+    mean: MeanWaterfall  # mean step, without slow first ones
+    notes: tuple[str, ...]  # remarks on it
 
     def to_dict(self) -> dict[str, Any]:
         """Give the JSON-ready record."""
@@ -53,19 +47,12 @@ def mean_record(name: str, mean: MeanWaterfall, notes: Sequence[str]) -> dict[st
 
 @dataclass(frozen=True, slots=True)
 class LineDifference:
-    """A line of both waterfalls.
+    """A line of both waterfalls."""
 
-    Attributes:
-        key: which one, for programs.
-        name: which one, for people.
-        a_ns: its time in a mean step of the first job [ns]; 0 where that has no such line.
-        b_ns: the same of the second one [ns].
-    """
-
-    key: str
-    name: str
-    a_ns: int
-    b_ns: int
+    key: str  # name for programs
+    name: str  # name for people
+    a_ns: int  # time in a mean step of the first job [ns]; 0 where that has no such line
+    b_ns: int  # the same of the second one [ns]
 
     @property
     def ns(self) -> int:
@@ -75,19 +62,12 @@ class LineDifference:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Two jobs line by line.
+    """Two jobs line by line."""
 
-    Attributes:
-        a: the first one, which is compared against.
-        b: the second one.
-        lines: in the waterfall's order; their differences add up to that of the steps.
-        notes: what a reader must know.
-    """
-
-    a: ComparedJob
-    b: ComparedJob
-    lines: tuple[LineDifference, ...]
-    notes: tuple[str, ...]
+    a: ComparedJob  # the first one, which is compared against
+    b: ComparedJob  # the second one
+    lines: tuple[LineDifference, ...]  # in the waterfall's order; their differences add up to that of the steps
+    notes: tuple[str, ...]  # remarks on both
 
     @property
     def ns(self) -> int:

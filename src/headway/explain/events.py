@@ -79,33 +79,19 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Events:
-    """Events as columns of one length; NONE where an event does not say.
+    """Events as columns of one length; NONE where an event does not say."""
 
-    Attributes:
-        kind: a `Kind`.
-        name: index into the trace's names.
-        start_ns: beginning on the trace's clock [ns].
-        end_ns: end [ns], >= start_ns.
-        track: of the host, which thread of which process; of the device, which stream.
-        device: index of the device; NONE on the host.
-        correlation: number that a launch and what it launched share.
-        sequence: number that an operator of the forward pass and its backward share.
-        forward_thread: 0 in forward, above 0 in backward: the profiler's number of the forward's thread.
-        group: index into the trace's names of what a collective says of itself (kind, group, elements).
-        operands: index into the trace's operands, of an operator whose shapes were recorded.
-    """
-
-    kind: Column
-    name: Column
-    start_ns: Column
-    end_ns: Column
-    track: Column
-    device: Column
-    correlation: Column
-    sequence: Column
-    forward_thread: Column
-    group: Column
-    operands: Column
+    kind: Column  # a `Kind`
+    name: Column  # index into the trace's names
+    start_ns: Column  # beginning on the trace's clock [ns]
+    end_ns: Column  # end [ns], >= start_ns
+    track: Column  # thread of a process on the host, stream on the device
+    device: Column  # index of the device; NONE on the host
+    correlation: Column  # number that a launch and what it launched share
+    sequence: Column  # number that an operator of the forward pass and its backward share
+    forward_thread: Column  # 0 in forward, above 0 in backward: the profiler's number of the forward's thread
+    group: Column  # index into the trace's names of what a collective says of itself (kind, group, elements)
+    operands: Column  # index into the trace's operands, of an operator whose shapes were recorded
 
     def __len__(self) -> int:
         return len(self.kind)
@@ -132,20 +118,14 @@ class Product(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """The tensors that an operator was called with.
+    """The tensors that an operator was called with."""
 
-    Attributes:
-        sizes: of each argument; () of what is a number or no tensor at all.
-        types: name of each tensor's type, as the profiler writes it; "" of what is no tensor.
-        num_read: elements of each argument that memory holds; a tensor that is expanded has fewer than its sizes say.
-        has_list: an argument is a list of tensors, whose types are not told.
-        list_numel: elements of all tensors of each list; 0 of one whose sizes are not told, as of more than 30 tensors.
-    """
-
-    sizes: tuple[tuple[int, ...], ...]
-    types: tuple[str, ...]
+    sizes: tuple[tuple[int, ...], ...]  # sizes of each argument; () of what is a number or no tensor at all
+    types: tuple[str, ...]  # name of each tensor's type, as the profiler writes it; "" of what is no tensor
+    # elements of each argument that memory holds; a tensor that is expanded has fewer than its sizes say
     num_read: tuple[int, ...]
-    has_list: bool
+    has_list: bool  # an argument is a list of tensors, whose types are not told
+    # elements of all tensors of each list; 0 of one whose sizes are not told, as of more than 30 tensors
     list_numel: tuple[int, ...] = ()
 
     @classmethod
@@ -234,37 +214,22 @@ class Operands:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """One process's trace.
+    """One process's trace."""
 
-    Attributes:
-        path: the file.
-        names: every name that occurs, once.
-        operands: all that operators were called with, each once; empty where no shapes were recorded.
-        device: kernels, copies and fills, by start.
-        host: operators, annotations, Python functions and launches, by track, then start, the outer one first.
-        steps: number, start and end [ns] of each `ProfilerStep#`, by start.
-        step_track: the host thread of the steps; NONE without steps.
-        rank: of the job, 0 where the file does not say.
-        world_size: processes of the job, as the file says; None if it does not.
-        device_name: as the file says; "CPU" where nothing ran on a device.
-        headway: what Headway wrote beside the events; None in other people's traces.
-        capability: compute capability of an NVIDIA device, such as (9, 0); None where the file does not say.
-        notes: what a reader must know of the file, as sentences.
-    """
-
-    path: Path
-    names: Sequence[str]
-    operands: Sequence[Operands]
-    device: Events
-    host: Events
-    steps: tuple[tuple[int, int, int], ...]
-    step_track: int
-    rank: int
-    world_size: int | None
-    device_name: str
-    headway: Mapping[str, Any] | None
+    path: Path  # the file
+    names: Sequence[str]  # every name that occurs, once
+    operands: Sequence[Operands]  # all that operators were called with, each once; empty where no shapes were recorded
+    device: Events  # kernels, copies and fills, by start
+    host: Events  # operators, annotations, Python functions and launches, by track, then start, the outer one first
+    steps: tuple[tuple[int, int, int], ...]  # number, start and end [ns] of each `ProfilerStep#`, by start
+    step_track: int  # the host thread of the steps; NONE without steps
+    rank: int  # rank of the job, 0 where the file does not say
+    world_size: int | None  # processes of the job, as the file says; None if it does not
+    device_name: str  # name of the device, as the file says; "CPU" where nothing ran on a device
+    headway: Mapping[str, Any] | None  # object that Headway wrote beside the events; None in other people's traces
+    # compute capability of an NVIDIA device, such as (9, 0); None where the file does not say
     capability: tuple[int, int] | None = None
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # remarks on the file, as sentences
 
     @property
     def is_cpu_only(self) -> bool:

@@ -36,25 +36,15 @@ PER_SECOND_NOTE = (
 
 @dataclass(frozen=True, slots=True)
 class WaterfallLine:
-    """A use or a loss of time.
+    """A use or a loss of time."""
 
-    Attributes:
-        key: which one, for programs.
-        name: which one, for people.
-        ns: its part of the step [ns]; below 0 only where a component's kernels beat the ceiling.
-        share: ns / the step's duration.
-        mfu_from: MFU of the step; None without its workload and a peak.
-        mfu_to: MFU that the step would have without this line; None where that says nothing.
-        parts: what it consists of, such as phases or the operators that waited [ns].
-    """
-
-    key: str
-    name: str
-    ns: int
-    share: float
-    mfu_from: float | None = None
-    mfu_to: float | None = None
-    parts: dict[str, int] = field(default_factory=dict)
+    key: str  # name for programs
+    name: str  # name for people
+    ns: int  # part of the step [ns]; below 0 only where a component's kernels beat the ceiling
+    share: float  # ns / the step's duration
+    mfu_from: float | None = None  # MFU of the step; None without its workload and a peak
+    mfu_to: float | None = None  # MFU that the step would have without this line; None where that says nothing
+    parts: dict[str, int] = field(default_factory=dict)  # parts, such as phases or the operators that waited [ns]
 
     def to_dict(self) -> dict[str, Any]:
         """Give the JSON-ready record."""
@@ -64,21 +54,14 @@ class WaterfallLine:
 
 @dataclass(frozen=True, slots=True)
 class OperandTraffic:
-    """Bytes that the operators of a step's memory-bound kernels read and wrote, each operand once.
+    """Bytes that the operators of a step's memory-bound kernels read and wrote, each operand once."""
 
-    Attributes:
-        num_bytes: of the operators whose operands are known [byte].
-        known_ns: time of these operators' kernels [ns].
-        all_ns: time of all memory-bound kernels [ns].
-        bytes_per_s: of the device's memory [B/s]; None where it is not known.
-        implausible_ns: time of operators whose operands are more than the memory can move in it, so that they read but
-            a part of them, and which is not known [ns].
-    """
-
-    num_bytes: int
-    known_ns: int
-    all_ns: int
-    bytes_per_s: float | None
+    num_bytes: int  # bytes of the operators whose operands are known
+    known_ns: int  # time of these operators' kernels [ns]
+    all_ns: int  # time of all memory-bound kernels [ns]
+    bytes_per_s: float | None  # bandwidth of the device's memory [B/s]; None where it is not known
+    # time of operators whose operands are more than the memory can move in it, so that they read but a part of them,
+    # and which is not known [ns]
     implausible_ns: int = 0
 
     @property
@@ -99,32 +82,21 @@ class OperandTraffic:
 
 @dataclass(frozen=True, slots=True)
 class StepWaterfall:
-    """One step of one rank.
+    """One step of one rank."""
 
-    Attributes:
-        step: its number.
-        rank: of the process.
-        duration_ns: from the step's begin on the host, or the end of what ran before, to the end of its work [ns].
-        mfu: of the step; None without its workload and a peak.
-        lines: they add up to `duration_ns`.
-        is_edge: first or last of its trace, so that its window is less sure.
-        device_name: what it ran on.
-        measured: what each event owned, and the trace; None where there was no trace.
-        rates: of the device; None where there was no trace.
-        traffic: what memory-bound kernels had to move; None where no shapes were recorded.
-        phases: that the loop names, the rest last; they add up to `duration_ns`. None of a loop that names none.
-    """
-
-    step: int
-    rank: int
-    duration_ns: int
-    mfu: float | None
-    lines: tuple[WaterfallLine, ...]
-    is_edge: bool
-    device_name: str
+    step: int  # number of the step
+    rank: int  # rank of the process
+    duration_ns: int  # from the step's begin on the host, or the end of what ran before, to the end of its work [ns]
+    mfu: float | None  # MFU of the step; None without its workload and a peak
+    lines: tuple[WaterfallLine, ...]  # lines that add up to `duration_ns`
+    is_edge: bool  # first or last of its trace, so that its window is less sure
+    device_name: str  # device that it ran on
+    # time that each event owned, and the trace; None where there was no trace
     measured: tuple[MeasuredTrace, MeasuredStep] | None = field(default=None, repr=False)
-    rates: DeviceRates | None = None
+    rates: DeviceRates | None = None  # rates of the device; None where there was no trace
+    # bytes that memory-bound kernels had to move; None where no shapes were recorded
     traffic: OperandTraffic | None = None
+    # phases that the loop names, the rest last, which add up to `duration_ns`; none of a loop that names none
     phases: tuple[PhaseLine, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -146,25 +118,16 @@ class StepWaterfall:
 
 @dataclass(frozen=True, slots=True)
 class MeanWaterfall:
-    """The mean of a job's steps: each line's time over all steps and ranks / their number.
+    """The mean of a job's steps: each line's time over all steps and ranks / their number."""
 
-    Attributes:
-        num_steps: steps in the mean; one of several ranks counts for each.
-        left_out: numbers of slow first steps that are not in it.
-        duration_ns: of the mean step [ns].
-        mfu: total over total; None where it is not known.
-        lines: they add up to `duration_ns`.
-        traffic: what memory-bound kernels had to move; None where no shapes were recorded.
-        phases: that the loop names; they add up to `duration_ns`.
-    """
-
-    num_steps: int
-    left_out: tuple[int, ...]
-    duration_ns: int
-    mfu: float | None
-    lines: tuple[WaterfallLine, ...]
+    num_steps: int  # steps in the mean; one of several ranks counts for each
+    left_out: tuple[int, ...]  # numbers of slow first steps that are not in it
+    duration_ns: int  # duration of the mean step [ns]
+    mfu: float | None  # total over total; None where it is not known
+    lines: tuple[WaterfallLine, ...]  # lines that add up to `duration_ns`
+    # bytes that memory-bound kernels had to move; None where no shapes were recorded
     traffic: OperandTraffic | None = None
-    phases: tuple[PhaseLine, ...] = ()
+    phases: tuple[PhaseLine, ...] = ()  # phases that the loop names; they add up to `duration_ns`
 
     def to_dict(self) -> dict[str, Any]:
         """Give the JSON-ready record."""
@@ -181,27 +144,16 @@ class MeanWaterfall:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing to do about a step's time.
+    """One thing to do about a step's time."""
 
-    Attributes:
-        id: the rule that found it, such as "data-bound".
-        seen: what was seen, with its number, as a sentence.
-        cause: the likely cause, as a sentence.
-        next: what to try next, by the name of a setting of `headway train` where there is one, as a sentence.
-        ns: what it costs a step, at most [ns].
-        share: the same / the step's duration.
-        mfu_from: MFU of the step; None where it is not known.
-        mfu_to: MFU that the step would have without it; None where it is not known.
-    """
-
-    id: str
-    seen: str
-    cause: str
-    next: str
-    ns: int
-    share: float
-    mfu_from: float | None = None
-    mfu_to: float | None = None
+    id: str  # the rule that found it, such as "data-bound"
+    seen: str  # observation, with its number, as a sentence
+    cause: str  # the likely cause, as a sentence
+    next: str  # advice, by the name of a setting of `headway train` where there is one, as a sentence
+    ns: int  # cost of a step, at most [ns]
+    share: float  # the same / the step's duration
+    mfu_from: float | None = None  # MFU of the step; None where it is not known
+    mfu_to: float | None = None  # MFU that the step would have without it; None where it is not known
 
     def to_dict(self) -> dict[str, Any]:
         """Give the JSON-ready record."""
@@ -210,19 +162,12 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class JobExplanation:
-    """Waterfalls of the steps of a job.
+    """Waterfalls of the steps of a job."""
 
-    Attributes:
-        steps: by step, then rank.
-        notes: what a reader must know of the traces, as sentences.
-        findings: what to do first, the dearest first.
-        waited_for: of each step of several ranks, the one that the others waited for.
-    """
-
-    steps: tuple[StepWaterfall, ...]
-    notes: tuple[str, ...]
-    findings: tuple[Finding, ...] = ()
-    waited_for: tuple[WaitedFor, ...] = ()
+    steps: tuple[StepWaterfall, ...]  # by step, then rank
+    notes: tuple[str, ...]  # remarks on the traces, as sentences
+    findings: tuple[Finding, ...] = ()  # first things to do, the dearest first
+    waited_for: tuple[WaitedFor, ...] = ()  # rank that the others waited for, of each step of several ranks
 
     def to_dict(self) -> dict[str, Any]:
         """The object that `headway explain --json` prints."""

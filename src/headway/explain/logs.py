@@ -16,25 +16,15 @@ _SECOND_NS = 1_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class LoggedStep:
-    """Step of a log, as one line of it says.
+    """Step of a log, as one line of it says."""
 
-    Attributes:
-        step: its number.
-        duration_s: time of the step, where the line has it [s].
-        stamp_s: when the line was written [s].
-        mfu: as printed, a fraction.
-        flops_per_s: as printed [FLOP/s], of one device or of all, but the same in all lines.
-        tokens_per_s: as printed, of one device or of all, but the same in all lines.
-        memory_share: peak memory / the device's, a fraction.
-    """
-
-    step: int
-    duration_s: float | None = None
-    stamp_s: float | None = None
-    mfu: float | None = None
-    flops_per_s: float | None = None
-    tokens_per_s: float | None = None
-    memory_share: float | None = None
+    step: int  # number of the step
+    duration_s: float | None = None  # time of the step, where the line has it [s]
+    stamp_s: float | None = None  # moment at which the line was written [s]
+    mfu: float | None = None  # MFU as printed, a fraction
+    flops_per_s: float | None = None  # rate as printed [FLOP/s], of one device or of all, but the same in all lines
+    tokens_per_s: float | None = None  # tokens/s as printed, of one device or of all, but the same in all lines
+    memory_share: float | None = None  # peak memory / the device's, a fraction
 
 
 def explain_log(

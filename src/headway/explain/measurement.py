@@ -47,17 +47,11 @@ _ANNOTATED_PHASES = {Phase.DATA_WAIT, Phase.LOGGING, Phase.CHECKPOINT, Phase.EVA
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Pieces of a window, without gaps and overlaps, in order.
+    """Pieces of a window, without gaps and overlaps, in order."""
 
-    Attributes:
-        start_ns: beginning of each piece [ns].
-        end_ns: its end [ns]; the next begins there.
-        owner: index of the event that owns it; NONE where none ran.
-    """
-
-    start_ns: Column
-    end_ns: Column
-    owner: Column
+    start_ns: Column  # beginning of each piece [ns]
+    end_ns: Column  # end of each piece [ns]; the next begins there
+    owner: Column  # index of the event that owns it; NONE where none ran
 
     @property
     def ns(self) -> Column:
@@ -72,19 +66,16 @@ class Segments:
 
 @dataclass(slots=True)
 class IdleTime:
-    """Idle time of a window by cause [ns].
+    """Idle time of a window by cause [ns]."""
 
-    Attributes:
-        by_phase: while the host waited for data, logged, evaluated, wrote a checkpoint or compiled.
-        by_wait: after the host had waited for the device, by the operator that waited.
-        late_before: the host had not launched anything, for none of these reasons, by the event that it launched late;
-            NONE where nothing followed.
-        launched_before: the next event had been launched before, by the length of the gap.
-    """
-
+    # while the host waited for data, logged, evaluated, wrote a checkpoint or compiled
     by_phase: Counter[Phase] = field(default_factory=Counter)
+    # after the host had waited for the device, by the operator that waited
     by_wait: Counter[str] = field(default_factory=Counter)
+    # the host had not launched anything, for none of these reasons, by the event that it launched late; NONE where
+    # nothing followed
     late_before: Counter[int] = field(default_factory=Counter)
+    # the next event had been launched before, by the length of the gap
     launched_before: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -100,51 +91,32 @@ class IdleTime:
 
 @dataclass(frozen=True, slots=True)
 class OwnedTime:
-    """Time that one event owned of a step, in which it ran and nothing more important did.
+    """Time that one event owned of a step, in which it ran and nothing more important did."""
 
-    Attributes:
-        event: index of the event.
-        ns: time [ns], above 0.
-        line: key of the line that it counts towards.
-    """
-
-    event: int
-    ns: int
-    line: str
+    event: int  # index of the event
+    ns: int  # time [ns], above 0
+    line: str  # key of the line that it counts towards
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """A step's window, divided: `owned` and `idle` add up to it exactly.
+    """A step's window, divided: `owned` and `idle` add up to it exactly."""
 
-    Attributes:
-        window: the step's time.
-        owned: events that owned time.
-        idle: the rest, by cause.
-        loop_phases: the same time by the phases that the loop names [ns]; empty where it names none.
-    """
-
-    window: StepWindow
-    owned: tuple[OwnedTime, ...]
-    idle: IdleTime
+    window: StepWindow  # the step's time
+    owned: tuple[OwnedTime, ...]  # events that owned time
+    idle: IdleTime  # the rest, by cause
+    # the same time by the phases that the loop names [ns]; empty where it names none
     loop_phases: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredTrace:
-    """A trace with all its steps measured.
+    """A trace with all its steps measured."""
 
-    Attributes:
-        trace: the columns.
-        attribution: what each event was for.
-        steps: all steps, edges included.
-        notes: what a reader must know of the trace, as sentences.
-    """
-
-    trace: Trace
-    attribution: Attribution
-    steps: tuple[MeasuredStep, ...]
-    notes: tuple[str, ...]
+    trace: Trace  # the columns
+    attribution: Attribution  # purpose of each event
+    steps: tuple[MeasuredStep, ...]  # all steps, edges included
+    notes: tuple[str, ...]  # remarks on the trace, as sentences
 
     @property
     def events(self) -> Events:

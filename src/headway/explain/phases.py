@@ -21,28 +21,17 @@ _WORTH_A_WORD = 0.01  # part of the step, or of decode's rows, from which a sent
 
 @dataclass(frozen=True, slots=True)
 class PhaseLine:
-    """A named phase of a step, or of the mean of several.
+    """A named phase of a step, or of the mean of several."""
 
-    Attributes:
-        name: that the loop gives it; "rest" of what no phase claims, "aside" of what is no training.
-        ns: time that the loop was in it [ns]; those of all lines add up to the step.
-        share: ns / the step's duration.
-        busy_ns: time that its devices worked [ns]: its own where it has some, else `ns`.
-        num_devices: devices of its own; 0 where it runs on those of the loop.
-        mfu: of its devices over `busy_ns`; None where it is not known.
-        mbu: likewise.
-        flops: useful FLOPs of a step; None where they are not known.
-        quantities: tokens, bytes and what was generated, of a step, by their names in a record.
-    """
-
-    name: str
-    ns: int
-    share: float
-    busy_ns: int
-    num_devices: int = 0
-    mfu: float | None = None
-    mbu: float | None = None
-    flops: float | None = None
+    name: str  # name that the loop gives it; "rest" of what no phase claims, "aside" of what is no training
+    ns: int  # time that the loop was in it [ns]; those of all lines add up to the step
+    share: float  # ns / the step's duration
+    busy_ns: int  # time that its devices worked [ns]: its own where it has some, else `ns`
+    num_devices: int = 0  # devices of its own; 0 where it runs on those of the loop
+    mfu: float | None = None  # MFU of its devices over `busy_ns`; None where it is not known
+    mbu: float | None = None  # MBU of its devices over `busy_ns`; None where it is not known
+    flops: float | None = None  # useful FLOPs of a step; None where they are not known
+    # tokens, bytes and what was generated, of a step, by their names in a record
     quantities: Mapping[str, float] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> float:

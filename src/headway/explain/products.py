@@ -15,21 +15,13 @@ OTHERS = "convolutions, attention, sizes not recorded"
 
 @dataclass(frozen=True, slots=True)
 class GemmRow:
-    """All products of a step that have one size.
+    """All products of a step that have one size."""
 
-    Attributes:
-        product: the sizes; None of what is no product, or has none recorded.
-        ns: time in which their kernels ran [ns].
-        calls: how many there were; 0 where there is no product.
-        flops_per_s: FLOPs of all of them / time [FLOP/s]; None where there is no product.
-        of_ceiling: the same / the best rate that the device reaches; None where that is not known.
-    """
-
-    product: Product | None
-    ns: int
-    calls: int
-    flops_per_s: float | None
-    of_ceiling: float | None
+    product: Product | None  # the sizes; None of what is no product, or has none recorded
+    ns: int  # time in which their kernels ran [ns]
+    calls: int  # number of calls; 0 where there is no product
+    flops_per_s: float | None  # FLOPs of all of them / time [FLOP/s]; None where there is no product
+    of_ceiling: float | None  # the same / the best rate that the device reaches; None where that is not known
 
     @property
     def name(self) -> str:

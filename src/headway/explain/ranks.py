@@ -25,19 +25,12 @@ _ALIKE = 0.05  # ratios as near to 1 as this are called the same
 
 @dataclass(frozen=True, slots=True)
 class RankStep:
-    """One step of one rank.
+    """One step of one rank."""
 
-    Attributes:
-        rank: of the process.
-        spent: time of each line [ns].
-        useful_flops: that it had to compute; None where that is not known.
-        waits: how long it waited for each of the other ranks [ns].
-    """
-
-    rank: int
-    spent: Mapping[str, int]
-    useful_flops: int | None
-    waits: Mapping[int, int]
+    rank: int  # rank of the process
+    spent: Mapping[str, int]  # time of each line [ns]
+    useful_flops: int | None  # FLOPs that it had to compute; None where that is not known
+    waits: Mapping[int, int]  # time for which it waited for each of the other ranks [ns]
 
     @property
     def busy_ns(self) -> int:
@@ -47,33 +40,22 @@ class RankStep:
 
 @dataclass(frozen=True, slots=True)
 class WaitedFor:
-    """The rank that the other ranks waited for longest in a step, and why.
+    """The rank that the other ranks waited for longest in a step, and why."""
 
-    Attributes:
-        step: number of the step.
-        rank: that was waited for.
-        wait_ns: time that another rank waited for it, on average [ns].
-        cause: "work", "speed", "busy" (longer at work, FLOPs not known), the key of the line in which it was longer
-            than the others, or "unknown".
-        cause_ns: time that this cost it more than the others' median [ns].
-        cost_ns: what the step would be shorter without its delay: the others wait for it no longer, up to the next one
-            that comes late [ns].
-        flops: useful FLOPs of the rank; None where those of some rank are not known.
-        flops_of_others: median of the others.
-        flops_per_s: useful FLOPs / time in which it computed [FLOP/s]; None likewise.
-        flops_per_s_of_others: median of the others [FLOP/s].
-    """
-
-    step: int
-    rank: int
-    wait_ns: int
+    step: int  # number of the step
+    rank: int  # rank that was waited for
+    wait_ns: int  # time that another rank waited for it, on average [ns]
+    # "work", "speed", "busy" (longer at work, FLOPs not known), the key of the line in which it was longer than the
+    # others, or "unknown"
     cause: str
-    cause_ns: int
+    cause_ns: int  # time that this cost it more than the others' median [ns]
+    # time by which the step would be shorter without its delay: the others wait for it no longer, up to the next one
+    # that comes late [ns]
     cost_ns: int = 0
-    flops: int | None = None
-    flops_of_others: float | None = None
-    flops_per_s: float | None = None
-    flops_per_s_of_others: float | None = None
+    flops: int | None = None  # useful FLOPs of the rank; None where those of some rank are not known
+    flops_of_others: float | None = None  # median of the others
+    flops_per_s: float | None = None  # useful FLOPs / time in which it computed [FLOP/s]; None likewise
+    flops_per_s_of_others: float | None = None  # median of the others [FLOP/s]
 
     def sentence(self) -> str:
         """Sentence on the wait, without a full stop."""

@@ -29,21 +29,13 @@ _MOST_UNTOLD = 1.25
 
 @dataclass(frozen=True, slots=True)
 class StatedWork:
-    """Work of every step of a trace on this rank, as the user states it.
+    """Work of every step of a trace on this rank, as the user states it."""
 
-    Attributes:
-        name: of the model, as the user named it.
-        cost_model: of the model, with what is frozen or adapted.
-        workload: of one step.
-        recompute: activation checkpointing, as `CostModel.count` takes it.
-        forward_only: whether the steps have no backward.
-    """
-
-    name: str
-    cost_model: CostModel
-    workload: Workload
-    recompute: str = "none"
-    forward_only: bool = False
+    name: str  # name of the model, as the user gave it
+    cost_model: CostModel  # cost model, with what is frozen or adapted
+    workload: Workload  # workload of one step
+    recompute: str = "none"  # activation checkpointing, as `CostModel.count` takes it
+    forward_only: bool = False  # whether the steps have no backward
 
     def count(self) -> FlopCount:
         """FLOPs of a step."""

@@ -31,14 +31,10 @@ _IN_NAMES = {"tf32": "tf32", "bf16": "bf16|bfloat16", "fp8": "e4m3|fp8", "fp16":
 
 @dataclass(frozen=True, slots=True)
 class Collectives:
-    """The collectives of one rank.
+    """The collectives of one rank."""
 
-    Attributes:
-        measured: the rank's trace.
-        by_step: by number of the step in which they begin, and by what they say of themselves, in order.
-    """
-
-    measured: MeasuredTrace
+    measured: MeasuredTrace  # the rank's trace
+    # by number of the step in which they begin, and by what they say of themselves, in order
     by_step: dict[int, dict[str, list[int]]]
 
     def duration_of(self, event: int) -> int:
@@ -48,21 +44,13 @@ class Collectives:
 
 @dataclass(frozen=True, slots=True)
 class TraceFacts:
-    """A measured trace, with the facts that the trace or the user gives of its work and its device.
+    """A measured trace, with the facts that the trace or the user gives of its work and its device."""
 
-    Attributes:
-        measured: the trace.
-        budget: what its steps needed; None where nobody tells.
-        rates: of its device.
-        notes: what a reader must know of all this, as sentences.
-        collectives: of its steps.
-    """
-
-    measured: MeasuredTrace
-    budget: NeededWork | None
-    rates: DeviceRates
-    notes: list[str]
-    collectives: Collectives
+    measured: MeasuredTrace  # the trace
+    budget: NeededWork | None  # needed work of its steps; None where nobody tells
+    rates: DeviceRates  # rates of its device
+    notes: list[str]  # remarks on all this, as sentences
+    collectives: Collectives  # collectives of its steps
 
 
 def gather_facts(trace: Trace, work: StatedWork | None, device: str | None, *, as_one_step: bool) -> TraceFacts:

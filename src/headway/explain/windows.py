@@ -21,23 +21,17 @@ _WHOLE_TRACE = 0  # number of the one "step" of a trace that is taken whole
 
 @dataclass(frozen=True, slots=True)
 class StepWindow:
-    """A step's time.
+    """A step's time."""
 
-    Attributes:
-        step: its number.
-        start_ns: beginning [ns].
-        end_ns: end [ns]; the next step begins there, if it has the next number.
-        is_edge: the first or the last of a trace of a device: the host was not ahead yet, or launched no step after it.
-        host_ns: duration of its annotation on the host, of a whole trace that of all its events there [ns]; None where
-            the host has no events.
-        device_ns: from the first of the events that it launched to the end of the last [ns]; None without a device.
-    """
-
-    step: int
-    start_ns: int
-    end_ns: int
+    step: int  # number of the step
+    start_ns: int  # beginning [ns]
+    end_ns: int  # end [ns]; the next step begins there, if it has the next number
+    # the first or the last of a trace of a device: the host was not ahead yet, or launched no step after it
     is_edge: bool = False
+    # duration of its annotation on the host, of a whole trace that of all its events there [ns]; None where the host
+    # has no events
     host_ns: int | None = None
+    # from the first of the events that it launched to the end of the last [ns]; None without a device
     device_ns: int | None = None
 
     @property

@@ -76,50 +76,29 @@ _LONGEST_FILE = 20_000  # length of config.yaml and run.json on the page [charac
 
 @dataclass(frozen=True, slots=True)
 class StepProfile:
-    """Sections of a profile on its steps.
+    """Sections of a profile on its steps."""
 
-    Attributes:
-        about: which steps, on how many ranks.
-        mean: their mean.
-        findings: of its rules, what to mend first.
-    """
-
-    about: str
-    mean: MeanWaterfall
-    findings: tuple[Finding, ...]
+    about: str  # steps and number of ranks, in words
+    mean: MeanWaterfall  # mean of the steps
+    findings: tuple[Finding, ...]  # findings of its rules, the first to mend first
 
 
 @dataclass(frozen=True, slots=True)
 class ReportedRun:
-    """A run as its records show it.
+    """A run as its records show it."""
 
-    Attributes:
-        name: of the run folder or file.
-        path: of it.
-        folder: of the run; None for a file of a meter's records.
-        records: of steps, each step once.
-        explanation: what `headway explain` says of them.
-        mean: its mean step.
-        profile: of its newest profiled steps; None where there is none.
-        findings: what to mend, by the profile and the records.
-        goodput: of the whole run; None where there is no ledger that can be read.
-        notes: what a reader must know.
-        files: text of config.yaml and run.json, where they are.
-        marks: restarts, stages and evaluations.
-    """
-
-    name: str
-    path: Path
-    folder: Path | None
-    records: Sequence[Mapping[str, Any]]
-    explanation: JobExplanation
-    mean: MeanWaterfall
-    profile: StepProfile | None
-    findings: tuple[Finding, ...]
-    goodput: GoodputReport | None
-    notes: tuple[str, ...]
-    files: Mapping[str, str]
-    marks: Sequence[ChartMark]
+    name: str  # name of the run folder or file
+    path: Path  # path of the run folder or file
+    folder: Path | None  # folder of the run; None for a file of a meter's records
+    records: Sequence[Mapping[str, Any]]  # records of steps, each step once
+    explanation: JobExplanation  # explanation of its steps, as `headway explain` has it
+    mean: MeanWaterfall  # mean step
+    profile: StepProfile | None  # profile of the newest profiled steps; None where there is none
+    findings: tuple[Finding, ...]  # findings of the profile and the records
+    goodput: GoodputReport | None  # goodput of the whole run; None where there is no ledger that can be read
+    notes: tuple[str, ...]  # remarks on the run
+    files: Mapping[str, str]  # text of config.yaml and run.json, where they are
+    marks: Sequence[ChartMark]  # restarts, stages and evaluations
 
 
 def read_run(path: Path) -> ReportedRun:

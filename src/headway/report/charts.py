@@ -60,31 +60,20 @@ FORMS: Mapping[Form, Callable[[float], str]] = {
 
 
 class DrawnLine(NamedTuple):
-    """Values over places that ascend.
+    """Values over places that ascend."""
 
-    Attributes:
-        name: whose values, a short word; "" where a chart has one line.
-        steps: where each value stands, ascending.
-        values: as many; None or one that is not finite leaves a gap.
-    """
-
-    name: str
-    steps: "Sequence[float] | np.ndarray"
-    values: "Sequence[float | None] | np.ndarray"
+    name: str  # name of the line, a short word; "" where a chart has one line
+    steps: "Sequence[float] | np.ndarray"  # places of the values, ascending
+    values: "Sequence[float | None] | np.ndarray"  # values at these places; None or one that is not finite leaves a gap
 
 
 class ChartMark(NamedTuple):
-    """Something that happened at a step of a run.
+    """Something that happened at a step of a run."""
 
-    Attributes:
-        step: of which; between it and the next where it came after the step.
-        kind: a restart is a dashed line, a stage of the data a dotted one with its name, an evaluation a short one.
-        name: of a stage; "" else.
-    """
-
-    step: float
+    step: float  # step; between it and the next where it came after the step
+    # a restart is a dashed line, a stage of the data a dotted one with its name, an evaluation a short one
     kind: Literal["restart", "stage", "evaluation"]
-    name: str = ""
+    name: str = ""  # name of a stage; "" else
 
 
 def line_chart(

@@ -17,35 +17,20 @@ _NUMBER = re.compile(r"[-+]?\d[\d,.]*(e[-+]?\d+)?( \S{1,8})?( \d+ \w{1,3})?")  #
 
 @dataclass(frozen=True, slots=True)
 class ReportSection:
-    """Section of a report on one thing, in plain text of anyone.
+    """Section of a report on one thing, in plain text of anyone."""
 
-    Attributes:
-        title: its heading; "" for none.
-        headings: of the table's columns; none without a table.
-        rows: of the table; a page leaves out a section without rows.
-        says: a sentence before it.
-        chart: SVG of `headway.report.charts`; Markdown has the table alone.
-        image: a PNG in base64 in place of a chart.
-        pictures: a small JPEG in base64 for each row, "" for none; on a page alone.
-        footer: last row of the table, such as totals, set apart in text.
-        left: columns whose cells stand on the left in text.
-        points: sentences behind it, each on a line or a point of its own, in text.
-        is_sentence: whether its title is a sentence, which Markdown shows in bold.
-        marked: name of the row that a terminal shows in colour.
-    """
-
-    title: str = ""
-    headings: Sequence[str] = ()
-    rows: Sequence[Sequence[str]] = ()
-    says: str = ""
-    chart: str = ""
-    image: str = ""
-    pictures: Sequence[str] = ()
-    footer: Sequence[str] = ()
-    left: Collection[int] = (0,)
-    points: Sequence[str] = ()
-    is_sentence: bool = False
-    marked: str = ""
+    title: str = ""  # heading; "" for none
+    headings: Sequence[str] = ()  # columns of the table; none without a table
+    rows: Sequence[Sequence[str]] = ()  # rows of the table; a page leaves out a section without rows
+    says: str = ""  # a sentence before it
+    chart: str = ""  # SVG of `headway.report.charts`; Markdown has the table alone
+    image: str = ""  # a PNG in base64 in place of a chart
+    pictures: Sequence[str] = ()  # a small JPEG in base64 for each row, "" for none; on a page alone
+    footer: Sequence[str] = ()  # last row of the table, such as totals, set apart in text
+    left: Collection[int] = (0,)  # columns whose cells stand on the left in text
+    points: Sequence[str] = ()  # sentences behind it, each on a line or a point of its own, in text
+    is_sentence: bool = False  # whether its title is a sentence, which Markdown shows in bold
+    marked: str = ""  # name of the row that a terminal shows in colour
 
     @property
     def is_wide(self) -> bool:

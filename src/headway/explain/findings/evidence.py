@@ -24,61 +24,38 @@ from headway.report.numbers import quantity
 
 @dataclass(frozen=True, slots=True)
 class RunStep:
-    """One step as its record or its line of a log describes it.
+    """One step as its record or its line of a log describes it."""
 
-    Attributes:
-        step: its number.
-        duration_ns: how long it took [ns].
-        mfu: a fraction; None where it is not known.
-        rate: work per second without the wait for data, in any unit that is the same for all steps; None if not known.
-        waited_ns: part of it in which the device waited for data [ns]; 0 where that is not known.
-        tokens: of the step; None where they are not known.
-        memory_share: peak memory / the device's, a fraction; None where it is not known.
-        has_compiled_again: whether something was compiled again in it.
-        imbalance: part of it in which ranks wait for the one with the most work, at least; a fraction.
-        heaviest_rank: which rank that is.
-        slowest_rank: the rank whose device computes slowest; None where it is not known.
-        slowest_speed: its speed / the median of all ranks; None where it is not known.
-        padding_ns: part of it that went to padding, at most [ns].
-        empty_share: padding / slots, a fraction.
-        recomputed_ns: part of it that went to computing activations again, at most [ns].
-        stage: sources of data that it has tokens of.
-        phases_ns: part of it in each phase of the loop [ns]; empty where nobody looked.
-        lead_ns: the most that the host was ahead of the device in it [ns]; None where there is no such device.
-        collection_ns: part of it in Python's garbage collections [ns].
-        places: code that the loop's thread was in between phases: gap, code, purpose, and time [ns].
-        late_rank: the rank that came last to its backward; None where ranks were not compared.
-        late_ns: how much later than any other [ns].
-        late_phase: phase by which most.
-        facts: about the loop, as its record has them: `optimizer`, `anomaly_mode`, `weights_dtype`.
-        loop_phases: phases that the loop names.
-    """
-
-    step: int
-    duration_ns: int
-    mfu: float | None = None
+    step: int  # number of the step
+    duration_ns: int  # duration [ns]
+    mfu: float | None = None  # a fraction; None where it is not known
+    # work per second without the wait for data, in any unit that is the same for all steps; None if not known
     rate: float | None = None
-    waited_ns: int = 0
-    tokens: float | None = None
-    memory_share: float | None = None
-    has_compiled_again: bool = False
-    imbalance: float = 0.0
-    heaviest_rank: int = 0
-    slowest_rank: int | None = None
-    slowest_speed: float | None = None
-    padding_ns: int = 0
-    empty_share: float = 0.0
-    recomputed_ns: int = 0
-    stage: frozenset[str] = frozenset()
+    waited_ns: int = 0  # part of it in which the device waited for data [ns]; 0 where that is not known
+    tokens: float | None = None  # tokens of the step; None where they are not known
+    memory_share: float | None = None  # peak memory / the device's, a fraction; None where it is not known
+    has_compiled_again: bool = False  # whether something was compiled again in it
+    imbalance: float = 0.0  # part of it in which ranks wait for the one with the most work, at least; a fraction
+    heaviest_rank: int = 0  # rank with the most work
+    slowest_rank: int | None = None  # the rank whose device computes slowest; None where it is not known
+    slowest_speed: float | None = None  # speed of that rank / the median of all ranks; None where it is not known
+    padding_ns: int = 0  # part of it that went to padding, at most [ns]
+    empty_share: float = 0.0  # padding / slots, a fraction
+    recomputed_ns: int = 0  # part of it that went to computing activations again, at most [ns]
+    stage: frozenset[str] = frozenset()  # sources of data that it has tokens of
+    # part of it in each phase of the loop [ns]; empty where nobody looked
     phases_ns: Mapping[str, int] = field(default_factory=dict)
+    # the most that the host was ahead of the device in it [ns]; None where there is no such device
     lead_ns: int | None = None
-    collection_ns: int = 0
+    collection_ns: int = 0  # part of it in Python's garbage collections [ns]
+    # code that the loop's thread was in between phases: gap, code, purpose, and time [ns]
     places: tuple[tuple[str, str, str, int], ...] = ()
-    late_rank: int | None = None
-    late_ns: int = 0
-    late_phase: str = ""
+    late_rank: int | None = None  # the rank that came last to its backward; None where ranks were not compared
+    late_ns: int = 0  # time by which it was later than any other [ns]
+    late_phase: str = ""  # phase by which most
+    # about the loop, as its record has them: `optimizer`, `anomaly_mode`, `weights_dtype`
     facts: Mapping[str, Any] = field(default_factory=dict)
-    loop_phases: tuple[PhaseLine, ...] = ()
+    loop_phases: tuple[PhaseLine, ...] = ()  # phases that the loop names
 
 
 Step = TypeVar("Step", StepWaterfall, RunStep)
@@ -126,31 +103,18 @@ class Evidence(Generic[Step]):
 
 
 class EventTime(NamedTuple):
-    """Time that one event took of a step.
+    """Time that one event took of a step."""
 
-    Attributes:
-        ns: time of the step that it owned [ns]; of an event at the step's border, or that others overlap, a part.
-        late_ns: time before it in which nothing ran, since the host had not launched it yet [ns].
-        line: key of the line that its own time counts towards.
-        phase: of the step.
-        module: path; "" where it is not known.
-        operator: innermost operator around its launch, on a CPU itself; "" where there is none.
-        name: the kernel's; on a CPU the operator's.
-        group: what a collective says of itself; "" of others.
-        trace: where it stands.
-        event: its index there.
-    """
-
-    ns: int
-    late_ns: int
-    line: str
-    phase: Phase
-    module: str
-    operator: str
-    name: str
-    group: str
-    trace: MeasuredTrace
-    event: int
+    ns: int  # time of the step that it owned [ns]; of an event at the step's border, or that others overlap, a part
+    late_ns: int  # time before it in which nothing ran, since the host had not launched it yet [ns]
+    line: str  # key of the line that its own time counts towards
+    phase: Phase  # phase of the step
+    module: str  # path; "" where it is not known
+    operator: str  # innermost operator around its launch, on a CPU itself; "" where there is none
+    name: str  # the kernel's; on a CPU the operator's
+    group: str  # group of a collective, as it says of itself; "" of others
+    trace: MeasuredTrace  # trace of the event
+    event: int  # index of the event there
 
     @property
     def duration_ns(self) -> int:

@@ -37,25 +37,15 @@ _LEAST_GAP = 0.02  # share of the time below which a gap is what every loop has
 
 @dataclass(frozen=True)
 class Pause:
-    """A gap in which nothing ran, since the host had not launched or called anything.
+    """A gap in which nothing ran, since the host had not launched or called anything."""
 
-    Attributes:
-        ns: of it, without what a phase or a wait explains [ns].
-        start_ns: beginning [ns].
-        end_ns: end [ns].
-        event: that ends it; NONE where the step does.
-        collected_ns: part in which garbage was collected [ns].
-        preempted_ns: part in which the thread had no core [ns].
-        is_long: whether it is a pause, and not one of many gaps between launches.
-    """
-
-    ns: int
-    start_ns: int
-    end_ns: int
-    event: int
-    collected_ns: int
-    preempted_ns: int
-    is_long: bool
+    ns: int  # length, without what a phase or a wait explains [ns]
+    start_ns: int  # beginning [ns]
+    end_ns: int  # end [ns]
+    event: int  # event that ends it; NONE where the step does
+    collected_ns: int  # part in which garbage was collected [ns]
+    preempted_ns: int  # part in which the thread had no core [ns]
+    is_long: bool  # whether it is a pause, and not one of many gaps between launches
 
     @property
     def own_ns(self) -> int:

@@ -36,19 +36,12 @@ _DIVIDES = "aten::_foreach_addcdiv_"
 
 
 class _Traffic(NamedTuple):
-    """Bytes that an optimizer moves, or where they are not known tensors of each weight's size.
+    """Bytes that an optimizer moves, or where they are not known tensors of each weight's size."""
 
-    Attributes:
-        moved: by all its operators.
-        least: by one pass over its state.
-        ns: time of the operators [ns].
-        is_in_bytes: the unit.
-    """
-
-    moved: float
-    least: float
-    ns: int
-    is_in_bytes: bool
+    moved: float  # by all its operators
+    least: float  # by one pass over its state
+    ns: int  # time of the operators [ns]
+    is_in_bytes: bool  # the unit
 
 
 def unfused_optimizer(evidence: StepEvidence) -> Observation | None:

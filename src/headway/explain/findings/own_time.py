@@ -31,16 +31,11 @@ _GAPS = ("input", "loss", "gradients", "after")
 
 @dataclass(frozen=True, slots=True)
 class AddedCost:
-    """Time that a profile adds on the host.
+    """Time that a profile adds on the host."""
 
-    Attributes:
-        operator_ns: to an operator's call, of many in a row [ns].
-        module_ns: to a module's, which is named at its begin and its end [ns].
-        phases_ns: to each phase of a step, as it was measured against the steps before [ns].
-    """
-
-    operator_ns: float = 0.0
-    module_ns: float = 0.0
+    operator_ns: float = 0.0  # to an operator's call, of many in a row [ns]
+    module_ns: float = 0.0  # to a module's, which is named at its begin and its end [ns]
+    # to each phase of a step, as it was measured against the steps before [ns]
     phases_ns: Mapping[str, int] = field(default_factory=dict)
 
     def times(self, phase: str, calls_ns: float) -> float:

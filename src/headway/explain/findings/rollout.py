@@ -17,30 +17,18 @@ _BUSY = 0.9  # part of the step from which devices work all the time
 
 @dataclass(slots=True)
 class _PhaseTotal:
-    """One named phase, added up over all steps.
+    """One named phase, added up over all steps."""
 
-    Attributes:
-        name: of the phase.
-        ns: time that the loop was in it [ns].
-        busy_ns: time that its devices worked [ns].
-        flops: useful FLOPs.
-        is_counted: whether they are known in all steps.
-        at_peak_ns: time that these FLOPs take at peak [ns]; 0 where it is not known.
-        at_rate_ns: time that these FLOPs take at the best rate that a phase on the same devices reaches [ns].
-        moved_ns: time that its bytes take at full bandwidth [ns]; 0 where it is not known.
-        num_devices: of its own; 0 where it has none.
-        quantities: tokens, bytes and what was generated, by their names in a record.
-    """
-
-    name: str
-    ns: int = 0
-    busy_ns: int = 0
-    flops: float = 0.0
-    is_counted: bool = True
-    at_peak_ns: float = 0.0
-    at_rate_ns: float = 0.0
-    moved_ns: float = 0.0
-    num_devices: int = 0
+    name: str  # name of the phase
+    ns: int = 0  # time that the loop was in it [ns]
+    busy_ns: int = 0  # time that its devices worked [ns]
+    flops: float = 0.0  # useful FLOPs
+    is_counted: bool = True  # whether they are known in all steps
+    at_peak_ns: float = 0.0  # time that these FLOPs take at peak [ns]; 0 where it is not known
+    at_rate_ns: float = 0.0  # time that these FLOPs take at the best rate that a phase on the same devices reaches [ns]
+    moved_ns: float = 0.0  # time that its bytes take at full bandwidth [ns]; 0 where it is not known
+    num_devices: int = 0  # devices of its own; 0 where it has none
+    # tokens, bytes and what was generated, by their names in a record
     quantities: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def add(self, line: PhaseLine) -> None:

@@ -36,58 +36,39 @@ class FindingPlace(IntEnum):
 
 
 class Observation(NamedTuple):
-    """Observation of a rule in all steps together.
+    """Observation of a rule in all steps together."""
 
-    Attributes:
-        ns: what it costs them [ns].
-        message: what was seen, with its number, as a sentence.
-        cause: the likely cause, as a sentence.
-        next: what to try next in any loop, as a sentence.
-        setting: what to set in `headway train`, which is told to those who use it; "" where nothing is.
-        time: in which the loss lies, where the observer sees it elsewhere than mostly.
-    """
-
-    ns: float
-    message: str
-    cause: str
-    next: str
-    setting: str = ""
-    time: TimeOf | None = None
+    ns: float  # cost in all steps together [ns]
+    message: str  # observation, with its number, as a sentence
+    cause: str  # the likely cause, as a sentence
+    next: str  # advice for any loop, as a sentence
+    setting: str = ""  # setting of `headway train`, which is told to those who use it; "" where there is none
+    time: TimeOf | None = None  # time in which the loss lies, where the observer sees it elsewhere than mostly
 
 
 @dataclass(frozen=True, slots=True)
 class RuleObserver(Generic[EvidenceKind]):
-    """One way to see a cause.
+    """One way to see a cause."""
 
-    Attributes:
-        look: the condition, the loss and the sentences: from evidence to what is seen there; None where the evidence
-            does not tell, or tells otherwise.
-        least: share of the time below which it stays silent: a smaller loss is not worth a change, or every run has
-            it; 0 where the condition says all.
-        time: in which the loss lies.
-        place: of the finding.
-        lines: beginnings of the keys of the waterfall's lines in which the loss lies.
-    """
-
+    # the condition, the loss and the sentences: from evidence to what is seen there; None where the evidence does not
+    # tell, or tells otherwise
     look: Callable[[EvidenceKind], Observation | None]
+    # share of the time below which it stays silent: a smaller loss is not worth a change, or every run has it; 0 where
+    # the condition says all
     least: float
-    time: TimeOf = TimeOf.STEPS
-    place: FindingPlace = FindingPlace.CAUSE
-    lines: tuple[str, ...] = ()
+    time: TimeOf = TimeOf.STEPS  # time in which the loss lies
+    place: FindingPlace = FindingPlace.CAUSE  # place of the finding
+    lines: tuple[str, ...] = ()  # beginnings of the keys of the waterfall's lines in which the loss lies
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One cause of lost time, and its observers.
+    """One cause of lost time, and its observers."""
 
-    Attributes:
-        name: the finding's.
-        in_trace: its observer of waterfalls; those of records have lines and no events.
-        in_records: its observer of the steps of a run in a row, which goes before the other.
-    """
-
-    name: str
+    name: str  # the finding's
+    # observer of waterfalls; those of records have lines and no events
     in_trace: RuleObserver[StepEvidence] | None = None
+    # observer of the steps of a run in a row, which goes before the other
     in_records: RuleObserver[RunEvidence] | None = None
 
     @property
