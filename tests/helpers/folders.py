@@ -35,11 +35,7 @@ from headway.synthetic.processor import write_processor
 from headway.tracing import trace
 from headway.tracing.verify import verify
 from helpers.families import FAMILIES, Family
-from helpers.models import (
-    PATCH,
-    tiny_config,
-    vision_tokens,
-)
+from helpers.models import PATCH, built, tiny_config, vision_tokens
 
 _TEMPLATE = """\
 {%- macro body(content) -%}
@@ -137,7 +133,7 @@ def _write_family(folder: Path, family: Family) -> PreTrainedConfig:
             saved |= settings
     _write_json(folder / "preprocessor_config.json", saved)
     _write_json(folder / "processor_config.json", {"processor_class": family.processor, **family.options})
-    config = family.config()
+    config = built(family.config)
     rows = max(processor.tokenizer.get_vocab().values()) + 1
     text = config.get_text_config()
     text.vocab_size = rows
