@@ -19,7 +19,7 @@ from headway.predict.fitting import USABLE, memory_plan
 from headway.predict.memory import MemoryPlan
 from headway.predict.recipe import learning_model, precision_of
 from headway.tracing import trace
-from headway.tracing.block_activations import saved_of_config
+from headway.tracing.activations import saved_of_config
 
 Planned = TypeVar("Planned")
 SMALL_ROOM = 4 * 2**30  # memory of a machine without a CUDA device, for small sizes [bytes]

@@ -31,7 +31,7 @@ from headway.count.models import shipped_name
 from headway.predict.prediction import Predictor
 from headway.predict.recipe import precision_of
 from headway.tracing import trace
-from headway.tracing.block_activations import saved_by_block
+from headway.tracing.activations import saved_by_block
 from headway.tracing.build import model_on_shapes
 from record import RESULTS, describe_environment, environment, markdown_table, result_paths, write
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import get_type_hints
 
 import pytest
+import typer
 from safetensors import SafetensorError
 from typer.models import OptionInfo
 
@@ -154,7 +155,8 @@ def test_a_file_that_must_be_new_is_left_as_it_is(tmp_path):
 
 def _outputs():
     """Command, parameter and source of every option that names a file to write, as its type and its help say."""
-    for command in app.registered_commands:
+    group = typer.main.get_command(app)
+    for command in (group.get_command(None, name) for name in group.list_commands(None)):
         for name, hint in get_type_hints(command.callback, include_extras=True).items():
             info = next((part for part in getattr(hint, "__metadata__", ()) if isinstance(part, OptionInfo)), None)
             if info is not None and "Path" in str(hint) and WRITES.search(info.help or ""):

@@ -5,6 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from headway.cli.app import app
@@ -18,7 +19,7 @@ from tools.site.records import example, meaning, record_page
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 BUILDER = ROOT / ".venv-docs/bin/python"
-COMMANDS = sorted(command.name for command in app.registered_commands)
+COMMANDS = sorted(typer.main.get_command(app).list_commands(None))
 
 
 def test_every_page_of_docs_is_in_the_navigation_once():

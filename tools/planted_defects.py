@@ -50,7 +50,7 @@ DEFECTS = (
     ),
     Defect(
         "padding is work",
-        "count/segments.py",
+        "count/integers.py",
         "lengths = mask.sum(axis=1)\n",
         "lengths = np.full(len(mask), mask.shape[1])\n",
         ("tests/count/test_workload.py",),

@@ -9,11 +9,11 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from headway.count import activations, storage
+from headway.count import activations, models
 from headway.count.models import ledger_folder, presets
 from headway.errors import HeadwayError
 from headway.tracing import trace
-from headway.tracing.block_activations import saved_of_config
+from headway.tracing.activations import saved_of_config
 from headway.tracing.build import preset_config
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def main(names: list[str]) -> int:
         start = time.perf_counter()
         try:
             model = trace_preset(name)
-            storage.save_cost_model(model, ledger_folder(name) / f"{name}.json")
+            models.save_cost_model(model, ledger_folder(name) / f"{name}.json")
             activations.save_activations(name, trace_activations(name))
         except HeadwayError as error:
             print(f"{name}: {error}", file=sys.stderr)

@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import typer
 
 from headway.cli.app import app
 from helpers.processes import bare_environment
@@ -84,7 +85,8 @@ def test_what_needs_no_extra_works_without(run):
 @pytest.mark.slow
 def test_no_command_ends_in_a_traceback(run, tmp_path):
     lines = []
-    for command in app.registered_commands:
+    group = typer.main.get_command(app)
+    for command in (group.get_command(None, name) for name in group.list_commands(None)):
         examples = re.findall(r"Example: headway (.*?)(?:\n\n|\Z|\n    \w+:\n)", command.callback.__doc__, re.DOTALL)
         lines.append(OTHERS[command.name] if command.name in OTHERS else " ".join(examples[0].split()))
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")

@@ -8,8 +8,8 @@ import yaml
 from headway.config import TrainConfig, load_config, parse_config, with_overrides
 from headway.config.advice import warnings
 from headway.config.data import DataConfig, DatasetConfig
+from headway.config.mistakes import ABSENT, SAME, translated
 from headway.config.optim import factor_of
-from headway.config.other_tools import ABSENT, SAME, translated
 from headway.config.read import without_effect
 from headway.config.sections import Section
 from headway.config.tree import walk

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.count import FlopCount, FlopRow, Workload, load_cost_model, storage
+from headway.count import FlopCount, FlopRow, Workload, load_cost_model, models
 from headway.errors import CostModelError, UsageError, WorkloadError
 
 TEXT = load_cost_model("qwen3-8b")
@@ -170,8 +170,8 @@ def test_a_gradient_of_an_input_does_not_depend_on_what_is_trained(tmp_path):
     frozen = asked.freeze(["language"]).count(step)
     assert (frozen.dgrad, frozen.wgrad) == (model.count(step).dgrad, 0)
     assert asked.lora(4).count(step).dgrad > model.lora(4).count(step).dgrad  # of the first layer's projections
-    storage.save_cost_model(asked, tmp_path / "model.json")
-    assert storage.load(tmp_path / "model.json") == asked.with_input_gradients() == asked
+    models.save_cost_model(asked, tmp_path / "model.json")
+    assert models.load(tmp_path / "model.json") == asked.with_input_gradients() == asked
 
 
 @pytest.mark.parametrize("asked", [["pixel_values"], ["inputs_embeds", "pixel_values"]])
@@ -183,14 +183,14 @@ def test_a_gradient_of_an_input_that_was_not_traced_is_refused(asked):
 @given(st.sets(st.integers(0, 200)))
 def test_parameter_sets_survive_as_ranges(members):
     bits = sum(1 << i for i in members)
-    assert storage.from_ranges(storage.to_ranges(bits)) == bits
+    assert models.from_ranges(models.to_ranges(bits)) == bits
 
 
 def test_a_cost_model_survives_its_file(tmp_path):
     path = tmp_path / "model.json"
     changed = VISION.freeze(["vision.merger"]).lora(8)
-    storage.save_cost_model(changed, path)
-    assert storage.load(path) == changed
+    models.save_cost_model(changed, path)
+    assert models.load(path) == changed
 
 
 @pytest.mark.parametrize(
@@ -207,12 +207,12 @@ def test_a_broken_file_is_named(tmp_path, text, message):
     path = tmp_path / "broken.json"
     path.write_text(text)
     with pytest.raises(CostModelError, match=rf"broken\.json.*{message}"):
-        storage.load(path)
+        models.load(path)
 
 
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(CostModelError, match="cannot be read"):
-        storage.load(tmp_path / "none.json")
+        models.load(tmp_path / "none.json")
 
 
 def test_a_cost_model_that_has_counted_can_be_sent_to_another_process():

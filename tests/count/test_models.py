@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.count import Workload, load_cost_model, shipped_models, storage
+from headway.count import Workload, load_cost_model, models, shipped_models
 from headway.count.models import FOLDER
 from headway.errors import UnknownModelError
 from helpers.cases import some
@@ -168,8 +168,8 @@ def test_a_fresh_trace_gives_the_shipped_file(name, tmp_path):
     fresh, shipped = trace_preset(name), load_cost_model(name)
     assert (fresh.rows, fresh.parameters) == (shipped.rows, shipped.parameters)
     assert fresh.source["embeddings"] == shipped.source["embeddings"]  # versions of the libraries may differ
-    storage.save_cost_model(fresh, tmp_path / "fresh.json")
-    assert storage.load(tmp_path / "fresh.json").rows == shipped.rows
+    models.save_cost_model(fresh, tmp_path / "fresh.json")
+    assert models.load(tmp_path / "fresh.json").rows == shipped.rows
 
 
 def test_an_unknown_name_gets_the_nearest():

@@ -30,7 +30,7 @@ from headway.models.precision import Precision
 from headway.predict.communication import Exchanges
 from headway.predict.exchanges import exchanges_of
 from headway.predict.recipe import learning_model, sharing_of, state_of
-from headway.tracing.block_activations import saved_of_config
+from headway.tracing.activations import saved_of_config
 from headway.train.build import build_trained
 
 KINDS = {

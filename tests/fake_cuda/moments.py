@@ -39,7 +39,7 @@ from headway.predict.memory import MemoryPlan
 from headway.predict.recipe import frozen_forward
 from headway.predict.saved import saved_of_partly_trained
 from headway.tracing import trace
-from headway.tracing.block_activations import saved_of_config
+from headway.tracing.activations import saved_of_config
 from headway.tracing.build import model_on_shapes
 
 MOMENTS = ("built", "first forward", "first backward", "first update", "forward", "backward", "update")

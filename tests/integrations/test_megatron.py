@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from headway import Workload, load_cost_model
-from headway.count import CostModel, storage
+from headway.count import CostModel, models
 from headway.count.rows import Gradient, Parameter, Row
 from headway.devices import Peak
 from headway.errors import UsageError, WorkloadError
@@ -280,14 +280,14 @@ LOOP = """
 import sys
 from pathlib import Path
 import torch, torch.distributed as dist
-from headway.count import storage
+from headway.count import models
 from headway.devices import Peak
 from headway.integrations import FlopsAccumulator
 from headway.meter import Meter
 
 rank, world, port, path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
 dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
-meter = Meter(storage.load(Path(path)), peak=Peak("test", 1e12, "fp32", "test"), log_every=2)
+meter = Meter(models.load(Path(path)), peak=Peak("test", 1e12, "fp32", "test"), log_every=2)
 replicas = max(world // 2, 1)
 accumulator = FlopsAccumulator(meter, billed=rank < replicas)
 packs = [[3, 7], [10], [1, 9], [5, 5]]
@@ -305,7 +305,7 @@ meter.close()
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_are_summed_and_stages_of_one_pipeline_bill_once(tmp_path, world):
     path, script = tmp_path / "model.json", tmp_path / "loop.py"
-    storage.save_cost_model(COST_MODEL, path)
+    models.save_cost_model(COST_MODEL, path)
     script.write_text(LOOP)
     port = free_port()
     processes = [

@@ -272,7 +272,7 @@ LOOP = """
 import sys, warnings
 from pathlib import Path
 import torch.distributed as dist
-from headway.count import Workload, storage
+from headway.count import Workload, models
 from headway.devices import Peak
 from headway.meter import Goodput, Meter
 from headway.log.jsonl import read_jsonl
@@ -281,7 +281,7 @@ from headway.meter.model_traffic import traffic_of
 rank, port, path, fate, num_steps, log_every = int(sys.argv[1]), *sys.argv[2:5], int(sys.argv[5]), int(sys.argv[6])
 dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
 peak = Peak("test", 1e9, "fp32", "test")
-meter = Meter(storage.load(Path(path)), peak=peak, log_every=log_every, timeout_s=5 if fate == "dies" else 300)
+meter = Meter(models.load(Path(path)), peak=peak, log_every=log_every, timeout_s=5 if fate == "dies" else 300)
 for step in range(num_steps):
     meter.count(Workload([10 * (rank + 1)]))
     if fate == "dies" and rank == 1 and step == 2:
@@ -302,10 +302,10 @@ for step in range(num_steps):
 
 
 def run_two(tmp_path, fate, num_steps=4, log_every=2):
-    from headway.count import storage
+    from headway.count import models
 
     path = tmp_path / "model.json"
-    storage.save_cost_model(COST_MODEL, path)
+    models.save_cost_model(COST_MODEL, path)
     script = tmp_path / "loop.py"
     script.write_text(textwrap.dedent(LOOP))
     port = free_port()

@@ -17,7 +17,7 @@ from torch import nn
 
 import headway
 from headway.count import Workload
-from headway.count.storage import from_dict, to_dict
+from headway.count.models import from_dict, to_dict
 from headway.errors import UsageError
 from headway.explain.breakdown import break_down
 from headway.explain.trace import read_trace

@@ -18,7 +18,7 @@ from headway.models.compiling import CompileWatch, compile_blocks
 from headway.models.lora import adapter_modules, add_adapters, initialise_adapters
 from headway.models.recompute import _ATTENTION, checkpointed, checkpointed_but, recompute_blocks
 from headway.predict.recompute import block_bytes
-from headway.tracing.block_activations import saved_by_block
+from headway.tracing.activations import saved_by_block
 from helpers import models
 from helpers.counter import attention_calls
 from helpers.models import tiny_ledger

@@ -10,7 +10,7 @@ from headway.count import Workload
 from headway.packing.mesh import MeshShape
 from headway.predict.exchanges import distinct_ranks, exchanges_of
 from headway.predict.held import Sharing, State
-from headway.tracing.block_activations import saved_of_config
+from headway.tracing.activations import saved_of_config
 from helpers.models import tiny_config, tiny_ledger
 
 BASE = ("speed.loss_chunk=256", "parallel.reduce_dtype=float32", "run.dtype=bfloat16-autocast")

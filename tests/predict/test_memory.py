@@ -14,7 +14,7 @@ from headway.optim import make_optimizer
 from headway.predict.held import Sharing, State
 from headway.predict.memory import plan_memory
 from headway.tracing import trace
-from headway.tracing.block_activations import saved_by_block
+from headway.tracing.activations import saved_by_block
 from headway.tracing.build import model_class
 from helpers.models import tiny_config, tiny_model
 from helpers.processes import run_processes

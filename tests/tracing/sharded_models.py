@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 from transformers.utils import logging
 
-from headway.count import storage
+from headway.count import models
 from headway.tracing import trace
 from helpers.counter import build
 
@@ -93,7 +93,7 @@ def main(folder: Path) -> None:
         )
     for name, make in made.items():
         cost = trace(make(build(name.partition("-")[0])))
-        storage.save_cost_model(cost, folder / f"{name}-{dist.get_rank()}.json")
+        models.save_cost_model(cost, folder / f"{name}-{dist.get_rank()}.json")
     dist.destroy_process_group()
 
 

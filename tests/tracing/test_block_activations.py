@@ -18,7 +18,7 @@ from headway.count.activations import (
 )
 from headway.count.models import presets, shipped_models
 from headway.errors import CostModelError
-from headway.tracing.block_activations import saved_by_block, saved_of_config
+from headway.tracing.activations import saved_by_block, saved_of_config
 from headway.tracing.build import preset_config, with_layers
 from helpers.models import tiny_config, tiny_model
 from tools.shipped_models import trace_activations

@@ -10,7 +10,7 @@ from torch import nn
 from headway.count import Workload
 from headway.errors import TraceError
 from headway.tracing import trace
-from headway.tracing.readers import OPAQUE, READERS
+from headway.tracing.operation import OPAQUE, READERS
 from helpers.counter import counted, dispatched
 
 aten = torch.ops.aten

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.count import Workload, load_cost_model, storage
+from headway.count import Workload, load_cost_model, models
 from headway.errors import UsageError
 from headway.tracing import trace
 from helpers.counter import build
@@ -32,7 +32,7 @@ def test_every_rank_of_every_layout_traces_the_plain_models_ledger(tmp_path):
     command += [str(SCRIPT), str(tmp_path)]
     result = subprocess.run(command, check=False, env=shared, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
-    traced = {path.stem: storage.load(path) for path in tmp_path.glob("*.json")}
+    traced = {path.stem: models.load(path) for path in tmp_path.glob("*.json")}
     assert len(traced) >= 2 * 10
     for name, cost in traced.items():
         assert cost == trace(build(name.partition("-")[0])), name

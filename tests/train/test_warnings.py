@@ -7,8 +7,8 @@ import time
 import pytest
 
 from headway.config import parse_config
-from headway.train.progress import Progress, RunWarnings
-from headway.train.run import train
+from headway.train.progress import Progress
+from headway.train.run import RunWarnings, train
 
 
 def record(step, *, wall_s=1.0, waits_s=0.0, tokens=1000, slots=1000):
@@ -83,6 +83,7 @@ def test_padding_is_told():
 @pytest.mark.parametrize("quiet", [False, True])
 def test_the_first_rank_alone_is_warned(quiet, capsys):
     with Progress(100, done=0, log_every=1000, quiet=quiet) as progress:
+        progress.observer = RunWarnings(progress.note).add
         for step in range(1, 100):
             progress.step(record(step, waits_s=0.3))
     assert capsys.readouterr().err.count("waited for data") == (not quiet)
@@ -102,7 +103,7 @@ def test_a_real_run_whose_packs_come_late_is_warned(raw, monkeypatch, capsys):
         return pack
 
     monkeypatch.setattr(make.PackMaker, "__call__", late)
-    monkeypatch.setattr("headway.train.progress._EVERY", 8)
+    monkeypatch.setattr("headway.train.run._EVERY", 8)
     raw["optim"]["steps"] = 10
     train(parse_config(raw))
     told = capsys.readouterr().err

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from headway.config.other_tools import translated
+from headway.config.mistakes import translated
 from headway.config.read import load_yaml
 from headway.errors import ConfigError
 from headway.files import SETTINGS_BYTES, read_text

@@ -29,12 +29,11 @@ from torch import nn
 
 from headway.count import drivers
 from headway.tracing import build
-from headway.tracing.classify import lies_within
 from headway.tracing.inputs.model_inputs import alternate_forwards, call, inputs_for, without_arguments
 from headway.tracing.record import Recorder
 from headway.tracing.seams import Seams
 from headway.tracing.stand_ins import stand_ins
-from headway.tracing.unwrap import plain_checkpoints
+from headway.tracing.unwrap import lies_within, plain_checkpoints
 from headway.tracing.verify import FILLED_UP_REASON, filled_up
 from tools.sweep.uses import Uses
 

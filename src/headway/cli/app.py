@@ -6,37 +6,16 @@ is one readable paragraph; a traceback appears only with HEADWAY_DEBUG=1.
 
 import os
 import sys
-from typing import Annotated, NoReturn
+from importlib import import_module
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
+from typer.main import get_command_from_info
+from typer.models import CommandInfo
 
 import headway.quiet  # noqa: F401 - before any library that complains as it is imported
-from headway.cli import (
-    answer,
-    audit,
-    compare,
-    config,
-    convert,
-    demo,
-    devices,
-    evaluate,
-    explain,
-    flops,
-    index,
-    init,
-    look,
-    mfu,
-    models,
-    pack,
-    plan,
-    records,
-    report,
-    train,
-    tune,
-    verify,
-)
 from headway.cli.output import ReaderGoneError, missing_library_told, open_streams
-from headway.cli.parse import HeadwayCommand
 from headway.errors import HeadwayError, OutOfMemoryError, RankLostError, is_out_of_memory
 from headway.plugins import hooks_of_all
 from headway.report.terminal import coloured, width_of, wrapped
@@ -49,46 +28,77 @@ _NO_MEMORY_MESSAGE = (
     f"once it is unpacked. {DEBUG_VARIABLE}=1 shows where this came up."
 )
 _ERROR_WIDTH = 120  # width of an error where stderr is no terminal [characters]
+# by the name of a command: the file of `headway.cli` that has its function, and its line in the list of commands
+_COMMANDS = {
+    "flops": ("flops", "Count the exact FLOPs of a training step."),
+    "compare": ("compare", "Show one step as every tool would print it."),
+    "audit": ("audit", "Restate a training log of another tool."),
+    "mfu": ("mfu", "Relate step time, tokens/s, MFU, chips, days and cost."),
+    "goodput": ("records", "Show where a run's wall time went, restarts included."),
+    "explain": ("explain", "Show where every second of a step went."),
+    "report": ("report", "Write a run as one HTML page, or as Markdown."),
+    "check": ("records", "Prove from a run's records that no sample was lost or repeated."),
+    "devices": ("devices", "List the devices whose peak is known, with sources."),
+    "ceiling": ("devices", "Measure what this device reaches at best."),
+    "models": ("models", "List the models that ship with their costs."),
+    "verify": ("verify", "Hold a model's FLOPs against PyTorch's own counter."),
+    "index": ("index", "Measure the lengths of all samples, without pixels."),
+    "look": ("look", "See samples as tokens with their loss mask, and packs."),
+    "pack": ("pack", "Plan packs and steps from lengths; trains nothing."),
+    "plan": ("plan", "Predict memory, step time, MFU, days and cost of a run."),
+    "init": ("init", "Write a configuration for a model and data."),
+    "new-model": ("models", "Write a small model with random weights, for experiments."),
+    "train": ("train", "Train a model on packed data."),
+    "tune": ("tune", "Search the settings that train fastest within the memory."),
+    "chat": ("answer", "Talk to a model that was trained."),
+    "generate": ("answer", "Answer one prompt or a file of them."),
+    "evaluate": ("evaluate", "Judge a model on held-out samples, as eval in training."),
+    "config": ("config", "Print every setting of `headway train`."),
+    "export": ("convert", "Make a model folder of a checkpoint."),
+    "demo": ("demo", "Train a small model to read handwritten digits."),
+}
+
+
+class Commands(TyperGroup):
+    """The commands, each of which is imported once it is asked for, so that none waits for the others' imports."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.commands.update(dict.fromkeys(_COMMANDS))  # type: ignore[arg-type]  # None until it is asked for
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: D102 - as the class above says
+        if cmd_name not in _COMMANDS:
+            self._add_those_of_families()
+        elif self.commands[cmd_name] is None:
+            file, short_help = _COMMANDS[cmd_name]
+            self._add(cmd_name, getattr(import_module(f"headway.cli.{file}"), cmd_name.replace("-", "_")), short_help)
+        return super().get_command(ctx, cmd_name)
+
+    def list_commands(self, ctx: Any) -> list[str]:  # noqa: D102 - as the class above says
+        self._add_those_of_families()
+        return super().list_commands(ctx)
+
+    def _add_those_of_families(self) -> None:
+        for commands in hooks_of_all("commands"):
+            for name, function in commands.items():
+                self._add(name, function, function.__doc__.partition("\n")[0])
+
+    def _add(self, name: str, function: Any, short_help: str) -> None:
+        from headway.cli.parse import HeadwayCommand
+
+        info = CommandInfo(name, cls=HeadwayCommand, callback=function, short_help=short_help)
+        self.commands[name] = get_command_from_info(info, pretty_exceptions_short=True, rich_markup_mode=None)
+
 
 app = typer.Typer(
     name="headway",
+    cls=Commands,
     help="Train multimodal models on packed data, and know to the FLOP how much of the hardware turned into progress.",
     no_args_is_help=True,
     rich_markup_mode=None,  # plain help loads no rich, so that `headway flops` stays fast
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
 )
-app.command("flops", short_help="Count the exact FLOPs of a training step.")(flops.flops)
-app.command("compare", short_help="Show one step as every tool would print it.")(compare.compare)
-app.command("audit", short_help="Restate a training log of another tool.")(audit.audit)
-app.command("mfu", short_help="Relate step time, tokens/s, MFU, chips, days and cost.")(mfu.mfu)
-app.command("goodput", short_help="Show where a run's wall time went, restarts included.")(records.goodput)
-app.command("explain", short_help="Show where every second of a step went.")(explain.explain)
-app.command("report", short_help="Write a run as one HTML page, or as Markdown.")(report.report)
-app.command("check", short_help="Prove from a run's records that no sample was lost or repeated.")(records.check)
-app.command("devices", short_help="List the devices whose peak is known, with sources.")(devices.devices)
-app.command("ceiling", short_help="Measure what this device reaches at best.")(devices.ceiling)
-app.command("models", short_help="List the models that ship with their costs.")(models.models)
-app.command("verify", short_help="Hold a model's FLOPs against PyTorch's own counter.")(verify.verify)
-app.command("index", short_help="Measure the lengths of all samples, without pixels.")(index.index)
-app.command("look", short_help="See samples as tokens with their loss mask, and packs.")(look.look)
-app.command("pack", short_help="Plan packs and steps from lengths; trains nothing.")(pack.pack)
-app.command("plan", short_help="Predict memory, step time, MFU, days and cost of a run.")(plan.plan)
-app.command("init", short_help="Write a configuration for a model and data.")(init.init)
-app.command("new-model", short_help="Write a small model with random weights, for experiments.")(models.new_model)
-app.command("train", short_help="Train a model on packed data.")(train.train)
-app.command("tune", short_help="Search the settings that train fastest within the memory.")(tune.tune)
-app.command("chat", short_help="Talk to a model that was trained.")(answer.chat)
-app.command("generate", short_help="Answer one prompt or a file of them.")(answer.generate)
-app.command("evaluate", short_help="Judge a model on held-out samples, as eval in training.")(evaluate.evaluate)
-app.command("config", short_help="Print every setting of `headway train`.")(config.config)
-app.command("export", short_help="Make a model folder of a checkpoint.")(convert.export)
-app.command("demo", short_help="Train a small model to read handwritten digits.")(demo.demo)
-for _commands in hooks_of_all("commands"):  # commands of installed families
-    for _name, _function in _commands.items():
-        app.command(_name, short_help=_function.__doc__.partition("\n")[0])(_function)
-for _command in app.registered_commands:
-    _command.cls = HeadwayCommand
 
 
 def _print_version(wanted: bool) -> None:

@@ -303,7 +303,7 @@ class HeadwayCommand(TyperCommand):
             # typer brings a click of its own, or takes the one that is installed: whose error it is, its name tells
             if type(error).__name__ != "NoSuchOption" or all(param.name != "settings" for param in self.params):
                 raise
-            from headway.config.other_tools import translated
+            from headway.config.mistakes import translated
             from headway.config.read import TrainConfig
             from headway.config.tree import walk
 

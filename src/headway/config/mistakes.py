@@ -2,16 +2,22 @@
 
 import difflib
 import re
+import tomllib
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 
-from headway.config.other_tools import translated
 from headway.config.sections import unit_of
 from headway.config.tree import allowed_values, bounds_of, walk
 from headway.report.quantity import doubt, examples
 
+_ROWS = tomllib.loads(Path(__file__).with_name("other_tools.toml").read_text("utf-8"))["row"]
+SAME = {word: row["here"] for row in _ROWS if "here" in row for word in row["words"].split()}
+"""Settings of other tools, and the setting here."""
+ABSENT = {word: row["nearest"] for row in _ROWS if "nearest" in row for word in row["words"].split()}
+"""Settings of other tools that Headway lacks, and Headway's nearest setting."""
 _BOUNDS = {
     "greater_than": "above",
     "greater_than_equal": "at least",
@@ -127,6 +133,24 @@ def hint_for(name: str, allowed: Iterable[str], root: type[BaseModel]) -> str | 
         return _did_you_mean(close)
     if len(key) >= _LONG and (close := difflib.get_close_matches(key, highest, n=1, cutoff=_FAR)):
         return _did_you_mean(highest[close[0]])
+    return None
+
+
+def translated(name: str) -> str | None:
+    """Translate another tool's setting into the one here, as the end of a sentence; None for a name of no other tool.
+
+    Args:
+        name: dotted; its last part counts, or its last two where they are one tool's name.
+
+    >>> translated("training.learning_rate")
+    'in Headway it is `optim.lr`'
+    """
+    parts = name.lower().replace("-", "_").split(".")
+    for word in (".".join(parts[-2:]), parts[-1]):
+        if word in SAME:
+            return f"in Headway it is {SAME[word]}"
+        if word in ABSENT:
+            return f"there is none in Headway: {ABSENT[word]}"
     return None
 
 

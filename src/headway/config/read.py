@@ -11,11 +11,10 @@ import yaml
 from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
 from headway.config.data import DataConfig
-from headway.config.mistakes import describe_all
+from headway.config.mistakes import describe_all, translated
 from headway.config.model import ModelConfig, ParallelConfig, SpeedConfig
 from headway.config.objective import ObjectiveConfig, ObjectiveSection, with_objectives
 from headway.config.optim import OptimConfig
-from headway.config.other_tools import translated
 from headway.config.run import CheckpointConfig, EvalConfig, PlanConfig, RunConfig
 from headway.config.sections import FREE_ON_RESUME, Section
 from headway.errors import ConfigError

@@ -1,6 +1,6 @@
 """Activations that autograd saves of a model's forward, block by block, in bytes per unit of a driver.
 
-`headway.tracing.block_activations` reads it off a model; what it read of the shipped models ships too, so that memory
+`headway.tracing.activations` reads it off a model; what it read of the shipped models ships too, so that memory
 is planned without torch.
 """
 
@@ -12,8 +12,7 @@ from functools import cache
 from typing import Any
 
 from headway.count import drivers
-from headway.count.models import ledger_folder, shipped_models
-from headway.count.storage import from_ranges, to_ranges
+from headway.count.models import from_ranges, ledger_folder, shipped_models, to_ranges
 from headway.count.workload import Workload
 from headway.errors import CostModelError
 

@@ -21,9 +21,10 @@ from headway.count.integers import (
     joined_per_segment,
     lengths_of,
     per_segment,
+    segments_of_mask,
+    segments_of_positions,
 )
 from headway.count.modalities import MODALITIES, media_towers
-from headway.count.segments import segments_of_mask, segments_of_positions
 from headway.errors import WorkloadError
 
 

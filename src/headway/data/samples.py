@@ -9,7 +9,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
 
-from headway.count import Workload
+from headway.count.workload import Workload
 from headway.data.media.sizes import MediaSizes
 from headway.data.pack_times import charged_to
 from headway.errors import DataError

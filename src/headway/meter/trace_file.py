@@ -16,9 +16,9 @@ from typing import Any, BinaryIO
 from headway.cache import write_whole
 from headway.count import CostModel, FlopCount, Workload
 from headway.count.flop_count import USEFUL
+from headway.count.models import to_dict
 from headway.count.step_facts import components_of, flops_on_padding
 from headway.count.step_facts import step_facts as what_it_computed
-from headway.count.storage import to_dict
 from headway.meter.batches import workload_of
 from headway.meter.energy import clocks_of
 from headway.meter.environment import largest_memory

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.count import CostModel, Workload
+from headway.count.cost_model import CostModel
+from headway.count.workload import Workload
 from headway.errors import ConfigError
 from headway.words import Argument
 

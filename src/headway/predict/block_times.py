@@ -25,7 +25,7 @@ from headway.models.load import load_model, rope_index
 from headway.predict.blocks import TimedBlocks
 from headway.predict.moments import BFLOAT16
 from headway.tracing import trace
-from headway.tracing.block_activations import saved_of_config
+from headway.tracing.activations import saved_of_config
 from headway.tracing.build import model_on_shapes, with_layers
 
 LAYERS = 2

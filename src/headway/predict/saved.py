@@ -82,7 +82,7 @@ def saved_of_partly_trained(
 
     from headway.optim import freeze, put_adapters, with_new_rows
     from headway.tracing import trace
-    from headway.tracing.block_activations import saved_by_block
+    from headway.tracing.activations import saved_by_block
     from headway.tracing.build import model_on_shapes
 
     dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32

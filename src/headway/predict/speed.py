@@ -13,7 +13,7 @@ from headway.models.kernels import use_kernels
 from headway.models.precision import Precision
 from headway.predict.recipe import fullest_pack, inputs_on_host
 from headway.predict.recompute import least_within
-from headway.tracing.block_activations import saved_by_block
+from headway.tracing.activations import saved_by_block
 
 
 def compiles(speed: SpeedConfig, model: PreTrainedModel, device: torch.device) -> tuple[bool, tuple[str, ...]]:

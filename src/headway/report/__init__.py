@@ -10,9 +10,8 @@ from headway.report.format import (
     format_rounded,
     format_share,
     format_traffic,
-    printable,
 )
-from headway.report.secrets import presentable
+from headway.report.secrets import presentable, printable
 from headway.report.table import Column, render_lines, render_pairs, render_table
 
 __all__ = [

@@ -4,30 +4,10 @@ A number that is not finite, as the rate of a step that took no time, reads "not
 """
 
 import math
-import re
 
-# Control characters but tab and line feed, marks that turn the order of letters round, line separators, and halves of
-# surrogate pairs, which is what Python makes of file names that are not UTF-8.
-_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _DECIMAL_PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z", "Y")
 _BINARY_PREFIXES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _NOT_KNOWN = "not known"
-
-
-def printable(text: str) -> str:
-    r"""Show the characters that a terminal would obey, or that hide a text's words, by their numbers.
-
-    Names of files and values of rows are other people's: they could clear the screen, or show `gpj.exe` as `exe.jpg`.
-
-    >>> print(printable("a\x1b[31mb.png"))
-    a\x1b[31mb.png
-    """
-    return _UNPRINTABLE.sub(_by_number, text)
-
-
-def _by_number(match: re.Match[str]) -> str:
-    number = ord(match.group())
-    return f"\\x{number:02x}" if number < 256 else f"\\u{number:04x}"
 
 
 def format_flops(flops: float) -> str:

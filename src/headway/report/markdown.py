@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 
-from headway.report.format import printable
+from headway.report.secrets import printable
 from headway.report.table import Column
 
 _CODE = re.compile(r"(`[^`<]+`)")

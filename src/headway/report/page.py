@@ -13,7 +13,8 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from headway.report.format import format_share, printable
+from headway.report.format import format_share
+from headway.report.secrets import printable
 from headway.report.svg import within
 
 # The page's own script: charts that are read and zoomed, tables that sort.

@@ -8,11 +8,13 @@ import json
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from headway.report.format import printable
-
+# Control characters but tab and line feed, marks that turn the order of letters round, line separators, and halves of
+# surrogate pairs, which is what Python makes of file names that are not UTF-8.
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 HIDDEN = "(hidden)"
 _LONGEST_FILE = 1_000_000  # longest file of settings [characters]; PyYAML reads some tens of thousands a second
 _LONGEST_TEXT = 10_000  # longest error or value [characters]: the patterns below take the square of some texts
@@ -26,18 +28,36 @@ _KEYS = frozenset(("api", "access", "account", "private", "shared", "signing", "
 _STORES = ("storage_options", "connection_string", "headers", "env", "environ", "kwargs")  # whatever is in them
 
 
-def _read(kind: str) -> list[tuple[re.Pattern[str], str]]:
+@cache
+def _table() -> dict[str, Any]:
+    return tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+
+
+@cache  # read and compiled at the first text, since most commands show none
+def _rules(*kinds: str) -> list[tuple[re.Pattern[str], str]]:
     rules = []
-    for row in _TABLE[kind]:
+    for row in (row for kind in kinds for row in _table()[kind]):
         pattern = row["pattern"]
-        for name, part in _TABLE["parts"].items():
+        for name, part in _table()["parts"].items():
             pattern = pattern.replace(f"<{name}>", part)
         rules.append((re.compile(pattern), row["instead"]))
     return rules
 
 
-_TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
-_SECRETS, _PEOPLE = _read("secrets"), _read("people")
+def printable(text: str) -> str:
+    r"""Show the characters that a terminal would obey, or that hide a text's words, by their numbers.
+
+    Names of files and values of rows are other people's: they could clear the screen, or show `gpj.exe` as `exe.jpg`.
+
+    >>> print(printable("a\x1b[31mb.png"))
+    a\x1b[31mb.png
+    """
+    return _UNPRINTABLE.sub(_by_number, text)
+
+
+def _by_number(match: re.Match[str]) -> str:
+    number = ord(match.group())
+    return f"\\x{number:02x}" if number < 256 else f"\\u{number:04x}"
 
 
 def hide_secrets(text: str) -> str:
@@ -46,7 +66,7 @@ def hide_secrets(text: str) -> str:
     >>> hide_secrets("cannot open https://me:p@ss@host/x.jsonl?X-Amz-Signature=ab/cd, with HF_TOKEN='hush'")
     'cannot open https://(hidden)@host/x.jsonl?X-Amz-Signature=(hidden) with HF_TOKEN=(hidden)'
     """
-    return _replaced(text, _SECRETS)
+    return _replaced(text, _rules("secrets"))
 
 
 def presentable(text: str) -> str:
@@ -64,7 +84,7 @@ def hide_people(text: str) -> str:
     >>> hide_people("/home/me/runs/a")
     '~/runs/a'
     """
-    return _replaced(text, (*_SECRETS, *_PEOPLE))
+    return _replaced(text, _rules("secrets", "people"))
 
 
 def _replaced(text: str, rules: Sequence[tuple[re.Pattern[str], str]]) -> str:
@@ -146,7 +166,7 @@ class _Shown:
     @staticmethod
     def _text(value: Any) -> Any:
         if isinstance(value, str):
-            value = _replaced(hide_secrets(value), _PEOPLE)
+            value = _replaced(hide_secrets(value), _rules("people"))
         return value if _is_plain(value) else str(value)
 
 
@@ -156,7 +176,7 @@ def _is_plain(value: object) -> bool:
 
 def _is_secret(name: str) -> bool:
     plain = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
-    if re.fullmatch(rf"{_TABLE['parts']['of_texts']}|token_dtype", plain):
+    if re.fullmatch(rf"{_table()['parts']['of_texts']}|token_dtype", plain):
         return False
     words = set(re.split(r"[^a-z0-9]+", plain))
     together = "_".join(re.split(r"[^a-z0-9]+", plain))

@@ -5,8 +5,8 @@ import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from headway.report.format import printable
 from headway.report.markdown import markdown_table, markdown_text
+from headway.report.secrets import printable
 from headway.report.table import Column, render_lines, render_table
 from headway.report.terminal import coloured
 

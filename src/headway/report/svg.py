@@ -11,7 +11,7 @@ from html import escape
 from itertools import pairwise
 from typing import NamedTuple
 
-from headway.report.format import printable
+from headway.report.secrets import printable
 
 
 class Margins(NamedTuple):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Literal
 
-from headway.report.format import printable
+from headway.report.secrets import printable
 from headway.report.terminal import width_of, wrapped
 
 _GAP = "  "

@@ -2,30 +2,41 @@
 
 The model runs as for its ledger, on shapes, but with its own dtypes and with the parameters that it really trains, so
 that what is saved is what a real step saves. Each storage counts once, however many operations save it or views of it.
+
+Saved bytes are of the whole model, or of each block, as plain operations save them and as fused ones do. Fused
+operations - a compiled block, or one of fused kernels - keep what matrix products and attention read, and what they
+made where an elementwise operation's backward needs it; what is elementwise is computed again from those.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from headway.count.activations import SavedActivations, SavedBlock
+from headway.count.workload import Workload
 from headway.tracing import build
 from headway.tracing.arguments import in_dtype, phantoms
+from headway.tracing.classify import checkpointable_blocks, finder_of_blocks
 from headway.tracing.fit import candidates, proportional, strided_drivers, sum_of_drivers
 from headway.tracing.inputs.model_inputs import call, inputs_for
 from headway.tracing.operation import Operation
-from headway.tracing.phantom import Phantom, root
+from headway.tracing.phantom import Phantom, Stays, aten, root
 from headway.tracing.record import Recorder
 from headway.tracing.repeats import are_alike
 from headway.tracing.results import Results, reached, trained_results
 from headway.tracing.stand_ins import recording
 
+# a gather writes what it picks: no elementwise kernel takes it up
+_PICKS = {aten.index, aten.index_select, aten.gather, aten.embedding}
 _View = tuple[int, tuple[tuple[int, int], ...]]  # offset, then (stride, size) of each direction, inner ones first
 
 
@@ -70,47 +81,68 @@ def saved_activations(
     dtype_of = dict(dtypes or {})
     if products_only and autocast is not None:
         dtype_of, autocast = {id(p): autocast for p in model.parameters()}, None
-    twin = build.twin_of_model(model, lambda tensor: dtype_of.get(id(tensor), tensor.dtype))
-    build.prepare_twin(twin)
-    model_inputs = inputs_for(twin, inputs)
-    workloads = model_inputs.workloads()
-    context = nullcontext() if autocast is None else torch.autocast("cpu", autocast)
-    floats = next((p.dtype for p in twin.parameters() if p.is_floating_point()), torch.get_default_dtype())
-
+    run = _Runs.of(
+        model,
+        lambda tensor: dtype_of.get(id(tensor), tensor.dtype),
+        lambda twin: SavedRecorder(twin, lambda _: ""),
+        nullcontext if autocast is None else lambda: torch.autocast("cpu", autocast),
+        inputs,
+    )
+    starts = trained_results(run.output, run.twin, results)
     # bytes that each module saves, on workloads of unlike proportions
-    runs: list[SavedRecorder] = []
-    sizes: list[Counter[str]] = []
-    for workload in workloads:
-        arguments = in_dtype(model_inputs.arguments(workload), floats)
-        run = SavedRecorder(twin, lambda _: "")
-        with recording(twin, run), context:
-            starts = trained_results(call(twin, arguments), twin, results)
-        run.forget([*twin.parameters(), *phantoms(arguments)])
-        runs.append(run)
-        sizes.append(run.by_module(products_only=products_only))
+    sizes = [recorder.by_module(products_only=products_only) for recorder in run.recorders]
 
     # bytes per unit of the drivers that explain them, summed over modules
-    names = [*model_inputs.drivers]
-    if model_inputs.strided and are_alike(runs):
-        names += strided_drivers([run.operations for run in runs], workloads, model_inputs.strided)
-    modules, left_out = fit_drivers(sizes, candidates(workloads, names))
+    names = [*run.inputs.drivers]
+    if run.inputs.strided and are_alike(run.recorders):
+        operations = [recorder.operations for recorder in run.recorders]
+        names += strided_drivers(operations, run.workloads, run.inputs.strided)
+    modules, left_out = _fit_drivers(sizes, candidates(run.workloads, names))
     rows: dict[str, Fraction] = {}
-    for module in modules.values():
-        for driver, factor in module.items():
-            rows[driver] = rows.get(driver, Fraction(0)) + factor
-    trained = sum(1 << i for i, p in enumerate(twin.parameters()) if p.requires_grad)
+    for of_module in modules.values():
+        _add(rows, of_module)
+    trained = sum(1 << i for i, p in enumerate(run.twin.parameters()) if p.requires_grad)
     return SavedBytes(tuple(rows.items()), reached(starts) & trained, left_out)
 
 
-def fit_drivers(
+@dataclass
+class _Runs:
+    """Forwards of a model on shapes, one for each workload."""
+
+    twin: nn.Module
+    inputs: Any
+    workloads: Sequence[Workload]
+    recorders: list[Any]
+    output: Any  # output of the last forward
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        dtype_of: Callable[[torch.Tensor], torch.dtype],
+        make_recorder: Callable[[nn.Module], "SavedRecorder"],
+        context: Callable[[], AbstractContextManager[Any]],
+        inputs: Any = None,
+    ) -> "_Runs":
+        twin = build.twin_of_model(model, dtype_of)
+        build.prepare_twin(twin)
+        model_inputs = inputs_for(twin, inputs)
+        runs = cls(twin, model_inputs, model_inputs.workloads(), [], None)
+        floats = next((p.dtype for p in twin.parameters() if p.is_floating_point()), torch.get_default_dtype())
+        for workload in runs.workloads:
+            arguments = in_dtype(model_inputs.arguments(workload), floats)
+            recorder = make_recorder(twin)
+            with recording(twin, recorder), context():
+                runs.output = call(twin, arguments)
+            recorder.forget([*twin.parameters(), *phantoms(arguments)])
+            runs.recorders.append(recorder)
+        return runs
+
+
+def _fit_drivers(
     runs: Sequence[Mapping[str, int]], driver_units: Mapping[str, Sequence[int]]
 ) -> tuple[dict[str, dict[str, Fraction]], tuple[str, ...]]:
-    """Find the drivers of each module's bytes, with bytes per unit of each, and name the modules that have none.
-
-    Args:
-        runs: bytes by module in each run.
-        driver_units: units of each driver in each run.
-    """
+    """Find the drivers of each module's bytes, with bytes per unit of each, and name the modules that have none."""
     modules: dict[str, dict[str, Fraction]] = {}
     left_out, terms = [], dict[tuple[int, ...], list[tuple[str, Fraction]] | None]()
     for module in runs[0]:
@@ -125,6 +157,11 @@ def fit_drivers(
         if terms[sizes] is None:
             left_out.append(module or "(the model)")
     return modules, tuple(left_out)
+
+
+def _add(sums: dict[str, Fraction], rows: Mapping[str, Fraction]) -> None:
+    for driver, factor in rows.items():
+        sums[driver] = sums.get(driver, Fraction(0)) + factor
 
 
 def _terms(sizes: Sequence[int], driver_units: Mapping[str, Sequence[int]]) -> list[tuple[str, Fraction]] | None:
@@ -218,3 +255,170 @@ def _touched(numel: int, views: frozenset[_View]) -> int:
             index = (index[:, None] + torch.arange(size) * stride).flatten()
         touched[index] = True
     return int(torch.count_nonzero(touched))
+
+
+def saved_by_block(model: nn.Module, *, autocast: torch.dtype | None = None) -> SavedActivations:
+    """Count the bytes of activations that autograd saves for backward, by the block that saves them first.
+
+    Not among them are what `saved_activations` leaves out and, of fused operations, the statistics of normalisations.
+
+    Args:
+        model: as it trains: its dtypes and `requires_grad` count.
+        autocast: dtype of `torch.autocast` around the forward.
+
+    Raises:
+        TraceError: the model cannot be traced.
+    """
+
+    def recorder_of(twin: nn.Module) -> _BlockRecorder:
+        blocks = checkpointable_blocks(twin)
+        return _BlockRecorder(twin, finder_of_blocks(blocks), blocks=blocks)
+
+    run = _Runs.of(model, lambda tensor: tensor.dtype, recorder_of, lambda: _autocast(autocast))
+    blocks = checkpointable_blocks(run.twin)
+    of = finder_of_blocks(blocks)
+    driver_units = candidates(run.workloads, [*run.inputs.drivers])
+    plain, left_out = _fit_drivers([r.by_module(products_only=False) for r in run.recorders], driver_units)
+    fused, _ = _fit_drivers([r.fused_by_module() for r in run.recorders], driver_units)
+    entry, _ = _fit_drivers([r.entry for r in run.recorders], driver_units)
+    attention, _ = _fit_drivers([r.attention for r in run.recorders], driver_units)
+    parts = [_by_block(rows, of) for rows in (plain, fused, entry, attention)]
+    names = ["", *(name for name, _ in run.twin.named_modules() if name in blocks)]
+    saved_blocks = {name: SavedBlock(*(part.get(name, {}) for part in parts)) for name in names}
+    return SavedActivations(saved_blocks, left_out)
+
+
+def saved_of_config(config: Any, precision: str) -> SavedActivations:
+    """Count the saved activations of a transformers model in training, from its configuration alone.
+
+    Args:
+        config: a transformers configuration.
+        precision: one of `headway.count.activations.PRECISIONS`.
+
+    Raises:
+        TraceError: the model cannot be traced.
+    """
+    dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
+    model = build.model_on_shapes(config, dtype)
+    return saved_by_block(model, autocast=torch.bfloat16 if precision == "bfloat16-autocast" else None)
+
+
+@contextmanager
+def _autocast(dtype: torch.dtype | None) -> Iterator[None]:
+    """Enter autocast as training on CUDA has it; None for none.
+
+    A trace runs on a CPU, whose autocast leaves two things in the dtype in which they come: layer norms, which CUDA's
+    computes in float32, and grouped products, to which `headway.models.experts` gives autocast's dtype.
+
+    Source: docs.pytorch.org/docs/stable/amp.html, "CUDA Ops that can autocast to float32".
+    """
+    if dtype is None:
+        yield
+        return
+    from transformers.integrations import moe  # a model without experts may live without transformers
+
+    grouped, norm = moe._grouped_mm, F.layer_norm
+
+    def in_dtype(rows: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        product: torch.Tensor = grouped(rows.to(dtype), weight.to(dtype), *args, **kwargs)
+        return product
+
+    def in_float32(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return norm(x.float(), *args, **kwargs)
+
+    replaced = ((moe, "_grouped_mm", grouped, in_dtype), (F, "layer_norm", norm, in_float32))
+    with torch.autocast("cpu", dtype):
+        for module, name, _, stand_in in replaced:
+            setattr(module, name, stand_in)
+        try:
+            yield
+        finally:
+            for module, name, own, _ in replaced:
+                setattr(module, name, own)
+
+
+def _by_block(
+    modules: Mapping[str, Mapping[str, Fraction]], block_of: Callable[[str], str]
+) -> dict[str, dict[str, Fraction]]:
+    blocks: dict[str, dict[str, Fraction]] = {}
+    for module, rows in modules.items():
+        _add(blocks.setdefault(block_of(module), {}), rows)
+    return blocks
+
+
+@dataclass
+class _BlockRecorder(SavedRecorder):
+    """Records the tensors that autograd saves, and the tensors that elementwise operations made them from."""
+
+    blocks: set[str] = field(default_factory=set)  # paths of the blocks
+    entry: Counter[str] = field(default_factory=Counter)  # bytes that enter each block
+    attention: Counter[str] = field(default_factory=Counter)  # bytes that attention's kernels give, by module
+    # by the id of a storage's first tensor, the ids of those that elementwise operations made it of; a product's
+    # result, what was picked and what enters or leaves a block are made of themselves
+    origins: dict[int, frozenset[int]] = field(default_factory=dict)
+    tensors: dict[int, Phantom] = field(default_factory=dict)  # by id; held, so that an id stays its own
+
+    def __enter__(self) -> "_BlockRecorder":
+        super().__enter__()
+        self._hooks.append(register_module_forward_pre_hook(self._enter_block))
+        self._hooks.append(register_module_forward_hook(self._leave_block))
+        return self
+
+    def _enter_block(self, module: nn.Module, args: Any) -> None:
+        if (path := self.path_of(module)) in self.blocks:
+            self.entry[path] += self._at_the_border(args)
+
+    def _leave_block(self, module: nn.Module, _args: Any, output: Any) -> None:
+        if self.path_of(module) in self.blocks:
+            self._at_the_border(output)
+
+    def _at_the_border(self, value: Any) -> int:
+        """Take tensors that enter or leave a block, a graph of its own, as made of themselves; return their bytes."""
+        crossing = [tensor for tensor in phantoms(value) if tensor.fed and tensor.constant is None]
+        for tensor in crossing:
+            storage = root(tensor)
+            self.tensors[id(storage)] = storage
+            self.origins[id(storage)] = frozenset([id(storage)])
+        return sum(tensor.nbytes for tensor in crossing)
+
+    def attends(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Note the output of attention's kernel; heads of two sizes are padded to the larger one."""
+        query, *_, value = operands = super().attends(*operands)
+        head = max(query.shape[-1], value.shape[-1])
+        rows = query.shape[:-1].numel()  # a query of a head each
+        if torch.is_grad_enabled():
+            self.attention[self.module] += rows * (head * query.element_size() + torch.float32.itemsize)
+        return operands
+
+    def _on_result(self, packet: Any, args: tuple[Any, ...], out: Phantom) -> Stays:
+        if packet not in _PICKS:
+            parts = [part for part in phantoms(args) if part.fed and part.constant is None]
+            origins = frozenset[int]().union(*(self._origins(root(part)) for part in parts))
+            if origins:
+                self.tensors[id(root(out))] = root(out)
+                self.origins[id(root(out))] = origins
+        return super()._on_result(packet, args, out)
+
+    def _origins(self, storage: Phantom) -> frozenset[int]:
+        self.tensors[id(storage)] = storage
+        return self.origins.get(id(storage), frozenset([id(storage)]))
+
+    def forget(self, tensors: Any) -> None:
+        """Leave out tensors that the forward was given: parameters and inputs."""
+        tensors = [*tensors]
+        super().forget(tensors)
+        self._inputs = {id(root(tensor)) for tensor in tensors}
+
+    def fused_by_module(self) -> Counter[str]:
+        """Add up the bytes that fused operations would save, by the module that needs them first."""
+        sizes: Counter[str] = Counter()
+        counted = set(self._inputs)
+        for key, (storage, module, views) in self.storages.items():
+            if key in self.factors and key not in counted:
+                counted.add(key)
+                sizes[module] += self.touched_bytes(storage, views)
+            elif key not in self.factors:
+                for origin in self._origins(storage) - counted:
+                    counted.add(origin)
+                    sizes[module] += self.tensors[origin].nbytes
+        return sizes

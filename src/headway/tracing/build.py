@@ -14,7 +14,7 @@ from headway.count.models import presets
 from headway.errors import TraceError
 from headway.plugins import register_families
 from headway.tracing import attention, unwrap
-from headway.tracing.families.attention import MASKED_TOWERS
+from headway.tracing.families import MASKED_TOWERS
 from headway.tracing.phantom import phantom
 from headway.tracing.quantised import is_quantised, plain_layers
 

@@ -8,7 +8,7 @@ the head is the model's output embedding.
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -19,12 +19,7 @@ from headway.count.modalities import media_towers
 from headway.errors import UsageError
 from headway.tracing.fit import DriverFit
 from headway.tracing.operation import Operation
-from headway.tracing.unwrap import plain_path
-
-
-def lies_within(path: str, roots: Iterable[str]) -> bool:
-    """Say whether a module's path is one of some roots or lies below one."""
-    return any(path == root or path.startswith(f"{root}.") or not root for root in roots)
+from headway.tracing.unwrap import lies_within, plain_path
 
 
 def _parent(path: str) -> str:

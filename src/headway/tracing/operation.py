@@ -1,13 +1,16 @@
-"""One product that a model ran: how much work it did, and what its backward must compute."""
+"""One product that a model ran: how much work it did, what its backward must compute, and how it is read.
+
+Dispatched operations are read as products: what multiplies what, and how many units of it.
+"""
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-from headway.tracing.phantom import Phantom, is_identity
+from headway.tracing.phantom import Phantom, aten, is_identity
 
 
 class Running(Protocol):
@@ -104,3 +107,229 @@ class Operation:
         per_pair = self.forward_flops // scores
         self.products = tuple((phase, per_pair, sources) for phase, _, sources in self.products)
         self.units, self.unit_flops = pairs, per_pair
+
+
+# operations whose kernels multiply matrices in a way that this ledger does not read; a model that dispatches one is
+# refused
+OPAQUE = {
+    "_conv_depthwise2d", "_cslt_sparse_mm", "_cudnn_attention_forward", "_cudnn_rnn", "_dyn_quant_matmul_4bit",
+    "_efficient_attention_forward", "_flash_attention_forward", "_flash_attention_forward_no_dropout_inplace",
+    "_foreach_mm", "_lstm_mps", "_mixed_dtypes_linear", "_mps_convolution", "_mps_convolution_transpose",
+    "_native_multi_head_attention", "_nnpack_spatial_convolution", "_scaled_dot_product_attention_math",
+    "_scaled_dot_product_attention_math_for_mps", "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_fused_attention_overrideable",
+    "_slow_conv2d_forward", "_sparse_addmm", "_sparse_mm", "_sparse_mm_reduce_impl", "_sparse_semi_structured_addmm",
+    "_sparse_semi_structured_linear", "_sparse_semi_structured_mm", "_sparse_sparse_matmul", "_thnn_fused_gru_cell",
+    "_thnn_fused_lstm_cell", "_transformer_encoder_layer_fwd", "_triton_multi_head_attention",
+    "_triton_scaled_dot_attention", "_weight_int4pack_mm", "_weight_int4pack_mm_for_cpu",
+    "_weight_int4pack_mm_with_scales_and_zeros", "_weight_int8pack_mm", "conv_depthwise3d", "conv_tbc",
+    "convolution_overrideable", "cudnn_convolution", "cudnn_convolution_add_relu", "cudnn_convolution_relu",
+    "cudnn_convolution_transpose", "hspmm", "linalg_matrix_exp", "miopen_convolution", "miopen_convolution_add_relu",
+    "miopen_convolution_relu", "miopen_convolution_transpose", "miopen_depthwise_convolution", "miopen_rnn",
+    "mkldnn_convolution", "mkldnn_linear", "mkldnn_rnn_layer", "quantized_gru", "quantized_lstm",
+    "slow_conv3d_forward", "slow_conv_dilated2d", "slow_conv_dilated3d", "slow_conv_transpose2d",
+    "slow_conv_transpose3d", "sparse_sampled_addmm", "sspaddmm",
+}  # fmt: skip
+
+
+def _product(
+    running: Running, kind: str, units: int, unit_flops: int, left: Operand, right: Operand, weight: tuple[int, ...]
+) -> Operation:
+    """Describe a product of two operands; the gradient of a weight is wgrad, that of an activation dgrad."""
+    left_is_weight = not left.fed and right.fed
+    products = (
+        ("dgrad" if left.fed else "wgrad", unit_flops, left.sources),
+        ("dgrad" if right.fed else "wgrad", unit_flops, right.sources),
+    )
+    activation = right if left_is_weight else left
+    return Operation(
+        running.module,
+        kind,
+        units,
+        unit_flops,
+        products,
+        running.block_of(running.module),
+        weight=weight if left.fed != right.fed else (),
+        fed=left.fed or right.fed,
+        from_input=activation.fed and activation.sources == 0,
+    )
+
+
+def _matmul(running: Running, left: torch.Tensor, right: torch.Tensor) -> Operation | None:
+    """Read left [..., m, k] @ right [..., k, n]."""
+    return _rows(running, math.prod(left.shape[:-2]), (*left.shape[-2:], right.shape[-1]), left, right)
+
+
+def _rows(
+    running: Running, batch: int, sizes: tuple[int, int, int], left: torch.Tensor, right: torch.Tensor
+) -> Operation | None:
+    """Read `batch` products of m x k by k x n; a unit is one row of activations."""
+    m, k, n = sizes
+    a, b = Operand.of(left), Operand.of(right)
+    if k == 1 and not any(isinstance(t, Phantom) and t.sources for t in (left, right)):
+        return None  # an outer product without parameters, such as rotary angles: elementwise work written as a product
+    if not a.fed and b.fed:
+        operation = _product(running, "matmul", n, 2 * batch * m * k, a, b, (k, m))
+    else:
+        operation = _product(running, "matmul", batch * m, 2 * k * n, a, b, (k, n))
+    if operation.weight:
+        operation.stacked = batch
+    return operation
+
+
+def _convolution(running: Running, args: tuple[Any, ...], out: Any) -> Operation:
+    """Read a convolution; a unit is one output position (input position when transposed)."""
+    x, weight, transposed = args[0], args[1], args[6]
+    positions = x if transposed else out
+    units = positions.shape[0] * math.prod(positions.shape[2:])
+    # weight is (out, in / groups, *kernel), or (in, out / groups, *kernel) when transposed: the work per position
+    a, b = Operand.of(x), Operand.of(weight)
+    operation = _product(running, "convolution", units, 2 * weight.numel(), a, b, tuple(weight.shape))
+    if not transposed:
+        spatial = x.dim() - 2
+        strides, paddings, dilations = (sizes * spatial if len(sizes) == 1 else sizes for sizes in args[3:6])
+        operation.windows = tuple(
+            ConvolutionWindow(num_inputs, num_outputs, dilation * (kernel - 1) + 1, stride, padding)
+            for num_inputs, num_outputs, kernel, stride, padding, dilation in zip(
+                x.shape[2:], out.shape[2:], weight.shape[2:], strides, paddings, dilations, strict=True
+            )
+        )
+    return operation
+
+
+def _experts(running: Running, args: tuple[Any, ...], _out: Any) -> Operation:
+    """Read rows [s, k] times their expert's matrix from [experts, k, n]; a unit is one row: one token in one expert."""
+    rows, weight = args[0], args[1]
+    unit_flops = 2 * rows.shape[-1] * weight.shape[-1]
+    a, b = Operand.of(rows), Operand.of(weight)
+    return _product(running, "experts", rows.shape[0], unit_flops, a, b, tuple(weight.shape))
+
+
+def _of(left: int, right: int) -> Callable[[Running, tuple[Any, ...], Any], Operation | None]:
+    return lambda running, args, _out: _matmul(running, args[left], args[right])
+
+
+def _vector(left: int, right: int) -> Callable[[Running, tuple[Any, ...], Any], Operation | None]:
+    """Read matrix times vector, or the inner product of two vectors."""
+
+    def read(running: Running, args: tuple[Any, ...], _out: Any) -> Operation | None:
+        matrix, vector = args[left], args[right]
+        return _rows(running, 1, (matrix.numel() // len(vector), len(vector), 1), matrix, vector)
+
+    return read
+
+
+def _outer(running: Running, args: tuple[Any, ...], _out: Any) -> Operation | None:
+    """Read `addr`: vector 1 times vector 2, added to a matrix."""
+    return _rows(running, 1, (len(args[1]), 1, len(args[2])), args[1], args[2])
+
+
+def _distances(running: Running, args: tuple[Any, ...], _out: Any) -> Operation | None:
+    """Read Euclidean distances of x [..., p, m] and y [..., r, m] as the product x y^T that they come from.
+
+    Other norms are elementwise work.
+    """
+    x, y, *norm = args
+    operation = _rows(running, math.prod(x.shape[:-2]), (*x.shape[-2:], y.shape[-2]), x, y)
+    if operation is None or (norm and norm[0] != 2):
+        return None
+    if not norm:  # one node of autograd computes both gradients, whichever is needed
+        either = Operand.of(x).sources | Operand.of(y).sources
+        operation.products = tuple((phase, flops, either) for phase, flops, _ in operation.products)
+    return operation
+
+
+def _trilinear(running: Running, args: tuple[Any, ...], _out: Any) -> Operation:
+    """Read `nn.Bilinear`: rows of x [n, i] and y [n, j] with a weight [o, i, j]; a unit is one row.
+
+    Source: z_o = sum over i and j of w_oij (x_i y_j), a product with the weight after one that is elementwise. Each
+    gradient sums as many terms.
+    """
+    x, weight, y = args[0], args[1], args[2]
+    operands = [Operand.of(t) for t in (x, weight, y)]
+    unit_flops = 2 * weight.numel()
+    return Operation(
+        running.module,
+        "matmul",
+        len(x),
+        unit_flops,
+        tuple(("dgrad" if o.fed else "wgrad", unit_flops, o.sources) for o in operands),
+        running.block_of(running.module),
+        fed=any(o.fed for o in operands),
+        from_input=any(o.fed and not o.sources for o in operands),
+    )
+
+
+def _terms(args: tuple[Any, ...], _out: Any) -> int:
+    """Count the multiply-adds of `_trilinear`, twice: one for each place of the space that its operands span."""
+    operands, expanded = args[:3], args[3:6]
+    space = [1] * (operands[0].dim() + len(expanded[0]))
+    for operand, missing in zip(operands, expanded, strict=True):
+        sizes = iter(operand.shape)
+        for axis in range(len(space)):
+            if axis not in missing:
+                space[axis] = max(space[axis], next(sizes))
+    return 2 * math.prod(space)
+
+
+def _again(args: tuple[Any, ...], out: Any) -> int:
+    """Count a convolution that a custom gradient runs."""
+    positions = args[0] if args[6] else out
+    return int(2 * positions.shape[0] * math.prod(positions.shape[2:]) * args[1].numel())
+
+
+def _of_convolution(args: tuple[Any, ...], _out: Any) -> int:
+    grad, x, weight, transposed, needed = args[0], args[1], args[2], args[7], args[10]
+    positions = x if transposed else grad
+    flops = 2 * positions.shape[0] * math.prod(positions.shape[2:]) * weight.numel()  # FLOPs of each gradient
+    return int(flops * (bool(needed[0]) + bool(needed[1])))
+
+
+def _of_distances(args: tuple[Any, ...], _out: Any) -> int:
+    grad, x, _, norm = args[:4]
+    return 2 * int(grad.numel()) * x.shape[-1] if norm == 2 else 0
+
+
+def _of_product(first: int) -> Callable[[tuple[Any, ...], Any], int]:
+    """Count a product of the arguments at `first` and after it: matrices, or a matrix and a vector."""
+
+    def count(args: tuple[Any, ...], _out: Any) -> int:
+        left, right = args[first], args[first + 1]
+        return 2 * int(left.numel()) * (right.shape[-1] if right.dim() > 1 else 1)
+
+    return count
+
+
+_Read = Callable[[Running, tuple[Any, ...], Any], Operation | None]
+_Count = Callable[[tuple[Any, ...], Any], int]
+_MM_V2, _GROUPED_V2 = (  # some versions of PyTorch lack these
+    [getattr(aten, name)] if hasattr(aten, name) else [] for name in ("_scaled_mm_v2", "_scaled_grouped_mm_v2")
+)
+# operations, how their products are read in forward, and how their FLOPs are counted where a backward runs them
+_TABLE: tuple[tuple[tuple[Any, ...], _Read, _Count], ...] = (
+    ((aten.mm, aten.bmm, aten._int_mm, aten._scaled_mm, *_MM_V2), _of(0, 1), _of_product(0)),
+    ((aten.addmm, aten.addmm_, aten._addmm_activation), _of(1, 2), _of_product(1)),
+    ((aten.baddbmm, aten.baddbmm_, aten.addbmm, aten.addbmm_), _of(1, 2), _of_product(1)),
+    ((aten.mv, aten.dot, aten.vdot), _vector(0, 1), _of_product(0)),
+    ((aten.addmv, aten.addmv_), _vector(1, 2), _of_product(1)),
+    ((aten.addr, aten.addr_), _outer, _of_product(0)),
+    ((aten._euclidean_dist, aten._cdist_forward), _distances, _of_product(0)),
+    ((aten.convolution,), _convolution, _again),
+    ((aten._trilinear,), _trilinear, _terms),
+    ((aten._grouped_mm, aten._scaled_grouped_mm, *_GROUPED_V2), _experts, _of_product(0)),
+)
+READERS: dict[Any, _Read] = {packet: reader for packets, reader, _ in _TABLE for packet in packets}
+_IN_BACKWARD: dict[Any, _Count] = {packet: count for packets, _, count in _TABLE for packet in packets} | {
+    aten.convolution_backward: _of_convolution,
+    aten._cdist_backward: _of_distances,
+}
+# autograd nodes whose gradient is an outer product, which PyTorch runs as an elementwise multiplication
+_OUTER_NODES = ("MvBackward0", "AddmvBackward0", "DotBackward0", "VdotBackward0")
+
+
+def backward_flops(packet: Any, args: tuple[Any, ...], out: Any, node: Any) -> int | None:
+    """Count the FLOPs that one operation of the backward dispatches in an autograd node; None for no product."""
+    if packet is aten.mul and node.name() in _OUTER_NODES:
+        return 2 * int(out.numel())
+    return _IN_BACKWARD[packet](args, out) if packet in _IN_BACKWARD else None

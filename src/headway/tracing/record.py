@@ -19,10 +19,9 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from headway.errors import TraceError
 from headway.tracing import scores
-from headway.tracing.classify import lies_within
-from headway.tracing.operation import Operation
+from headway.tracing.operation import OPAQUE, READERS, Operation, backward_flops
 from headway.tracing.phantom import PRODUCTS, Phantom, Recording, Stays, aten, elementwise_operands, root
-from headway.tracing.readers import OPAQUE, READERS, backward_flops
+from headway.tracing.unwrap import lies_within
 
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]  # a class method
 

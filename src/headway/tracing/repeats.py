@@ -20,9 +20,10 @@ from typing import Any
 from torch import nn
 
 from headway.errors import TraceError
-from headway.tracing.classify import lies_within, members
+from headway.tracing.classify import members
 from headway.tracing.operation import Operation
 from headway.tracing.record import Recorder
+from headway.tracing.unwrap import lies_within
 
 
 def check_loops(runs: Sequence[Recorder], tokens: Sequence[int]) -> None:

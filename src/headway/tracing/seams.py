@@ -24,8 +24,8 @@ from headway.count import masks
 from headway.errors import TraceError
 from headway.tracing import attention_packages, known_values
 from headway.tracing.attention import masked_pairs, of_one_batch, plain_pairs, record_attention, set_recorder
+from headway.tracing.operation import READERS
 from headway.tracing.phantom import Phantom, aten, blank, phantom
-from headway.tracing.readers import READERS
 from headway.tracing.record import Recorder
 
 _MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)

@@ -11,7 +11,7 @@ import functools
 import itertools
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -45,6 +45,11 @@ def unwrapped(model: nn.Module) -> nn.Module:
 def plain_path(path: str) -> str:
     """Return a path within a model without the wrappers on its way."""
     return ".".join(part for part in path.split(".") if part not in WRAPPED)
+
+
+def lies_within(path: str, roots: Iterable[str]) -> bool:
+    """Say whether a module's path is one of some roots or lies below one."""
+    return any(path == root or path.startswith(f"{root}.") or not root for root in roots)
 
 
 def refuse_flat(model: nn.Module) -> None:

@@ -30,12 +30,13 @@ from headway.count.rows import Row
 from headway.count.workload import Workload
 from headway.tracing import trace
 from headway.tracing.build import configs, run_every_layer
-from headway.tracing.classify import lies_within, members
+from headway.tracing.classify import members
 from headway.tracing.families.surplus import paddings, unchosen_rows
 from headway.tracing.inputs.model_inputs import call, inputs_for
 from headway.tracing.results import Results
 from headway.tracing.scores import HIDDEN
 from headway.tracing.stand_ins import watched
+from headway.tracing.unwrap import lies_within
 
 aten = torch.ops.aten
 RECURRENCE = " (recurrence)"  # after a module's path: what it runs inside its recurrence

@@ -11,7 +11,8 @@ counts: what is billed is what runs.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from types import TracebackType
+from typing import NamedTuple, Self
 
 import torch
 
@@ -20,7 +21,7 @@ from headway.answer.evaluate import EvalSet, Evaluation
 from headway.config import TrainConfig
 from headway.data import Batch
 from headway.data.feed import transfer_ahead
-from headway.errors import RunCompleteError, TrainingError, first_line
+from headway.errors import CheckpointError, NotFiniteError, RankLostError, RunCompleteError, TrainingError, first_line
 from headway.log.records import SCHEMA_VERSION
 from headway.log.run_files import SAMPLES
 from headway.meter import Goodput
@@ -28,11 +29,10 @@ from headway.meter.goodput_report import Bucket
 from headway.models.parallel import clipping_factor, gradient_norm, reduce_gradients
 from headway.optim import learning_rate, set_learning_rate, take_step
 from headway.train.objective import LoopStep
-from headway.train.prepare import Run
+from headway.train.prepare import Place, Run, begin_checkpoint
 from headway.train.progress import Progress, evaluation_line
 from headway.train.record import MetricsLog
 from headway.train.recorder import LaunchedStep, StepRecorder
-from headway.train.salvage import LastStep
 from headway.train.share import Flags, StepShare, exchange_step
 from headway.train.step_numbers import StepSums
 from headway.train.watch import LoopPhase
@@ -88,7 +88,7 @@ class Loop:
         run: Run,
         phase: LoopPhase,
         out: Outputs,
-        last: LastStep,
+        last: "LastStep",
         stop_signal: Callable[[], int],
     ) -> None:
         self._config, self._run, self._phase, self._out = config, run, phase, out
@@ -283,3 +283,81 @@ def _data_ended(run: Run, step: int) -> str:
         f"warning: the data ended after step {step} of {run.steps}, and the run with them, before its schedule did. "
         "Leave 'epochs' out of data.train to go on as long as there are steps."
     )
+
+
+class LastStep:
+    """Saves the steps of a run: those that it is told to, and the last complete one when an error ends the run.
+
+    An error that comes between two updates leaves weights and optimizer as the step before made them; with the place in
+    the data and the random generators as they were then, that step is as good as one that was saved at once. So it is
+    saved, unless
+
+    * the update itself failed, or its numbers were not finite: then the weights are lost;
+    * the disk refused a checkpoint, or another process has ended;
+    * there are several processes, and they do not all know of the error. One that fails alone in a forward, backward or
+      evaluation leaves the others within an exchange that it will never come to. They would wait for each other until
+      their time is up; so it ends at once, and the others with it.
+
+    Args:
+        run: its parts.
+        recorder: of its steps.
+        leave: waits for the device, and records the steps that it has taken.
+        note: prints a line.
+
+    Attributes:
+        all_know: whether all processes know of the error that is raised next; a lone process always does.
+    """
+
+    def __init__(
+        self, run: Run, recorder: StepRecorder, leave: Callable[[], None], note: Callable[[str], None]
+    ) -> None:
+        self._run, self._recorder, self._leave, self._note = run, recorder, leave, note
+        self._saved = run.checkpoint.step if run.checkpoint else 0
+        self._place: Place | None = None
+        self.all_know = run.ranks.size == 1
+
+    def updating(self) -> None:
+        """Note that the weights change from now on, so that they are of no step until `complete`."""
+        self._place = None
+
+    def complete(self, step: int) -> None:
+        """Note that a step is complete, and where the run stands behind it."""
+        self._place = self._run.place(step)
+
+    def save(self, *, goes_on: bool = True) -> None:
+        """Begin to save the step, all processes together.
+
+        Args:
+            goes_on: whether training may go on meanwhile.
+
+        Raises:
+            CheckpointError: the checkpoint before could not be written, or this one.
+            NotFiniteError: the numbers of a step are not finite.
+        """
+        assert self._place is not None
+        self._leave()
+        self._saved = self._place.step
+        if self._run.meter.goodput is not None:  # before it is written: a kill may come right after
+            self._run.meter.goodput.checkpoint_saved(self._saved)
+        begin_checkpoint(self._run, self._place, self._recorder.behind(), goes_on=goes_on)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._place is None or self._place.step <= self._saved or not self._may_save_after(error):
+            return
+        step = self._place.step
+        try:
+            self.save(goes_on=False)
+            folder = self._run.saver.wait().folder
+        except Exception as reason:  # noqa: BLE001 - the error that ends the run is the one to be raised
+            self._note(f"step {step}, the last complete one, could not be saved: {reason}")
+        else:
+            self._note(f"an error ends the run; step {step}, the last complete one, is saved in {folder}")
+
+    def _may_save_after(self, error: BaseException | None) -> bool:
+        fatal = (NotFiniteError, CheckpointError, RankLostError)
+        return self.all_know and isinstance(error, Exception) and not isinstance(error, fatal)

@@ -1,9 +1,11 @@
 """A run of training: set up, its steps taken (`loop.py`), and summed up in the run folder."""
 
 import gc
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import chain
+from itertools import chain, islice, pairwise
+from statistics import median
 from typing import Any
 
 import transformers
@@ -15,13 +17,17 @@ from headway.data import Batch
 from headway.data.feed import FeedReport
 from headway.data.pool import leave_if_imported_again
 from headway.errors import RunCompleteError, errors_in
+from headway.explain.findings.series import FALLING, FALLING_CAUSE, FALLING_HINT
+from headway.explain.records import find_in_records
 from headway.log.run_files import METRICS, RESUMES, SAMPLES, SUMMARY, write_json
 from headway.log.working import working
 from headway.meter import Goodput, clock
 from headway.meter.goodput_report import FILE_NAME as GOODPUT
 from headway.models.parallel.ranks import own_rank
+from headway.report import format_share
+from headway.report.numbers import number
 from headway.stores import spool
-from headway.train.loop import Loop, LoopEnd, Outputs
+from headway.train.loop import LastStep, Loop, LoopEnd, Outputs
 from headway.train.memory import Explanation, record_memory
 from headway.train.prepare import Run, exports_of, prepare
 from headway.train.profiling import AutoProfile, ProfileWindow
@@ -29,12 +35,16 @@ from headway.train.progress import Progress
 from headway.train.record import MetricsLog
 from headway.train.recorder import StepRecorder
 from headway.train.run_folder import RunFolder
-from headway.train.salvage import LastStep
 from headway.train.summary import RunSummary, billed_by_conventions
 from headway.train.watch import STOPPING, LoopPhase, Watchdog, explain_errors, stop_requests
 from headway.words import RUN_KEYS, Argument
 
 MOST_SKIPPED = 10  # updates in a row that optim.on_nonfinite "skip" may leave out; one more ends the run
+LEAST = 0.1  # share of the time that a warning is worth
+_EVERY, _KEPT = 50, 300  # steps from one look to the next, and that each looks back at
+_LOOKS = 4  # fewest looks before a fall against their median is told
+# Passes by itself, names no cause, is what a shared machine is like, or is told with the guard that failed.
+_NOT_TOLD = ("first-steps", "not-compute-bound", "unstable-steps", "recompilation")
 _SMALLER = "Fewer data workers or a smaller data.prefetch_bytes need less memory, and more processes share the model."
 
 
@@ -219,6 +229,8 @@ def _outputs(config: TrainConfig, run: Run, start_ns: int) -> Iterator[Outputs]:
         samples,
         goodput or nullcontext(),
     ):
+        if ranks.is_first:
+            progress.observer = RunWarnings(progress.note).add
         recorder = StepRecorder(
             metrics,
             _shown(run, progress),
@@ -282,3 +294,68 @@ def _workers_started(run: Run, phase: LoopPhase) -> Iterator[Iterator[list[Batch
     phase.at("start of the data workers")
     needed = run.steps > (run.checkpoint.step if run.checkpoint else 0)
     yield chain([next(run.feed, [])] if needed else [], run.feed)
+
+
+class RunWarnings:
+    """Looks at the records of the last 300 steps, every 50 steps, with the rules of `headway explain`.
+
+    A fall that takes longer, or came at once, shows against the run itself: the median MFU of the last 50 steps beside
+    that of all looks before.
+
+    Args:
+        note: prints a line.
+    """
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self._note = note
+        self._records: deque[Mapping[str, Any]] = deque(maxlen=_KEPT)
+        self._since, self._warned = 0, set[str]()
+        self._usual: list[float] = []  # median MFU of each look
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Take a step's record, and warn of changes in the run since the last look."""
+        self._records.append(record)
+        self._since += 1
+        if self._since < _EVERY:
+            return
+        self._since = 0
+        for finding in find_in_records(self._records):
+            if finding.share >= LEAST and finding.id not in _NOT_TOLD:
+                self._warn(finding.id, f"{finding.seen} Likely: {finding.cause} Try: {finding.next}")
+        if fall := self._fall(list(islice(reversed(self._records), _EVERY))):
+            self._warn(FALLING, f"{fall} Likely: {FALLING_CAUSE} Try: {FALLING_HINT}")
+
+    def _warn(self, cause: str, text: str) -> None:
+        if cause not in self._warned:
+            self._warned.add(cause)
+            self._note(f"warning: {text}")
+
+    def _fall(self, last: Sequence[Mapping[str, Any]]) -> str:
+        """Say that MFU is below the run's own median by a tenth, and by more than looks differ; "" where it is not."""
+        measured = [mfu for record in last if (mfu := _mfu(record)) is not None]
+        if not measured:
+            return ""
+        now, before = median(measured), [*self._usual]
+        self._usual.append(now)
+        if len(before) < _LOOKS:
+            return ""
+        usual = median(before)
+        # a slow fall does not widen this scatter
+        scatter = median(abs(after - before_it) for before_it, after in pairwise(before))
+        if usual - now <= max(LEAST * usual, 3 * scatter):
+            return ""
+        return (
+            f"MFU of the last {len(last)} steps is {format_share(now)}, {format_share(1 - now / usual)} below the "
+            f"run's own median of {format_share(usual)}; waiting for data is in neither."
+        )
+
+
+def _mfu(record: Mapping[str, Any]) -> float | None:
+    """Of the time in which data did not have to be waited for, whose warning is another one."""
+    flops = record.get("flops")
+    total = number(flops.get("total")) if isinstance(flops, Mapping) else None
+    peak, wall_s = number(record.get("peak_flops_per_s")), number(record.get("wall_s"))
+    if total is None or not peak or wall_s is None:
+        return None
+    busy_s = wall_s - (number(record.get("data_wait_s")) or 0.0)
+    return total / (busy_s * peak * (number(record.get("world_size")) or 1.0)) if busy_s > 0 else None

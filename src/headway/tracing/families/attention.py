@@ -116,9 +116,6 @@ def unpadded_settings(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, A
             yield vars(module.config), "block_size", 1
 
 
-# model types of towers that make a mask for any attention but a flash kernel, to which they hand no boundaries either
-# (transformers 5.17)
-MASKED_TOWERS = ("pixtral",)
 # methods that cut windows out by hand: (class, method)
 METHODS: dict[tuple[str, str], Callable[..., Any]] = {
     ("LEDEncoderSelfAttention", "forward"): _window,

@@ -18,8 +18,7 @@ from headway.count.cost_model import DENOISES, SINGLE_FRAMES
 from headway.count.workload import Workload
 from headway.errors import TraceError
 from headway.tracing.arguments import on_device
-from headway.tracing.inputs.form import Floats
-from headway.tracing.inputs.probe import Probe
+from headway.tracing.inputs.form import Floats, Probe
 from headway.tracing.phantom import phantom_floats
 
 _LATENTS = ("hidden_states", "sample")

@@ -24,34 +24,33 @@ from headway.errors import TraceError
 from headway.plugins import family_hook
 from headway.tracing import build
 from headway.tracing.arguments import as_phantoms, on_device, rebuilt, tensors
-from headway.tracing.inputs import audio, frames, patches, sources
+from headway.tracing.inputs import frames, images, lengths
 from headway.tracing.inputs.denoiser import Denoiser
 from headway.tracing.inputs.form import WINDOW_SIDES, InputForm, plain_token
-from headway.tracing.inputs.images import Images, has_tower
 from headway.tracing.phantom import phantom_floats
 
 # the forms in which models take images, sound or sources: a model takes the first that fits each argument; a further
 # kind of input appends its own
 FORMS: list[type[InputForm]] = [
-    sources.SourceIds,
-    sources.SourceFeatures,
-    sources.SourceWaves,
-    patches.Grids,
+    lengths.SourceIds,
+    lengths.SourceFeatures,
+    lengths.SourceWaves,
+    images.Grids,
     frames.PageFrames,
     frames.EncoderFrames,
     frames.TiledFrames,
     frames.CrossAttentionFrames,
     frames.RobotFrames,
     frames.SingleImages,
-    patches.Patches,
+    images.Patches,
     frames.NestedFrames,
     frames.Frames,
     frames.VideoFrames,
-    patches.FlattenedPatches,
-    sources.Proteins,
-    audio.AddedAudio,
-    audio.AudioFeatures,
-    audio.AudioWaves,
+    images.FlattenedPatches,
+    lengths.Proteins,
+    lengths.AddedAudio,
+    lengths.AudioFeatures,
+    lengths.AudioWaves,
 ]
 
 _LENGTHS = (131, 197, 263, 331)  # primes: no product of a model's sizes equals a multiple of two of them
@@ -88,7 +87,7 @@ class Inputs:
         # an encoder-decoder's segment is the decoder's; its arguments are named after it
         self._decoder = "decoder_" if {"decoder_input_ids", "encoder_outputs"} <= self.accepted.keys() else ""
         self.parts = _parts_of(model)
-        self._takes_images = any(isinstance(part, Images) for part in self.parts)
+        self._takes_images = any(isinstance(part, images.Images) for part in self.parts)
         self._refuse_unknown_forms(model)
 
         # candidates for what an operation's cost grows with: of the text, then of each tower's inputs
@@ -110,7 +109,7 @@ class Inputs:
                 "input_ids. Give its arguments with trace(model, inputs=...); a loop needs no trace of it: "
                 "Meter(model, watch=True) counts the forwards of any module by itself."
             )
-        if "pixel_values" in self.accepted and not self._takes_images and has_tower(model):
+        if "pixel_values" in self.accepted and not self._takes_images and images.has_tower(model):
             raise TraceError(
                 f"{type(model).__name__} takes images in a form that is not known here. Give its arguments with "
                 "trace(model, inputs=...), or trace its language model alone, from the text configuration."
