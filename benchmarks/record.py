@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import headway
-from headway.devices.probe import cpu_name
+from headway.devices.names import cpu_name
 
 RESULTS = Path(__file__).parent / "results"
 

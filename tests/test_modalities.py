@@ -79,7 +79,7 @@ class SensorValues(InputForm):
 
     @classmethod
     def of(cls, model):
-        return cls() if cls.takes in model_inputs.inspect.signature(model.forward).parameters else None
+        return cls(model) if cls.takes in model_inputs.inspect.signature(model.forward).parameters else None
 
     def sizes(self, run):
         return {"sensors": [[40], [52, 36], [100], [24, 20, 68]][run]}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from headway.conventions import Step, architecture, get_convention
-from headway.conventions.ledger import decoder
+from headway.conventions.reading import decoder
 from headway.count import Workload, load_cost_model
 from headway.count.models import presets, shipped_models
 from headway.errors import UnknownConventionError, UnknownModelError

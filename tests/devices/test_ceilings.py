@@ -9,7 +9,7 @@ import torch
 from headway.devices import ceilings, copy_ceiling, matmul_ceiling, measure, peak_for
 from headway.devices.ceilings import cache_folder, environment, measure_ceiling
 from headway.devices.measure import Measurement, TimeBudget, is_settled, sweep_copy, sweep_matmul
-from headway.devices.probe import cpu_name
+from headway.devices.names import cpu_name
 from headway.errors import UnknownDeviceError
 
 CPU = torch.device("cpu")

@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from headway.devices import datasheet_peak, device_at, known_devices, named_device, peak_for
-from headway.devices.names import matches
-from headway.devices.probe import ReportedDevice, report
+from headway.devices.names import ReportedDevice, matches, report
 from headway.errors import UnknownDeviceError
 
 pytestmark = pytest.mark.own_peak

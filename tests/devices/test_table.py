@@ -4,7 +4,7 @@ import itertools
 import pytest
 
 from headway.devices import datasheet_peak, named_device, named_peak, peak_for
-from headway.devices.probe import cpu_name
+from headway.devices.names import cpu_name
 from headway.devices.table import all_devices, shipped_devices, user_file
 from headway.errors import ConfigError
 

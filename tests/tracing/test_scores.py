@@ -50,7 +50,7 @@ def pooled(size, most):
     ],
 )
 def test_a_mask_that_is_written_out_is_named_by_a_driver_of_its_count(mask, driver):
-    assert scores.name(mask) == driver
+    assert scores.mask_driver(mask) == driver
     if driver:
         assert sum(drivers.parse_driver(d)(Workload([LENGTH])) for d in driver.split("+")) == int(mask.sum())
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from headway.conventions.ledger import decoder
-from headway.conventions.reading import architecture
+from headway.conventions.reading import architecture, decoder
 from headway.errors import UnknownModelError
 
 if TYPE_CHECKING:

@@ -61,7 +61,6 @@ def _price(model: Architecture, step: Step, windowed: Callable[[int], Number]) -
 
 
 def _chunks(length: int, chunk: int | None) -> list[int]:
-    """Cut a row into the chunks that attention stays in [tokens]."""
     size = min(chunk or length, length)
     return [size] * (length // size) + [length % size]
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from headway.conventions.architecture import Architecture
 from headway.conventions.convention import Parts, Step
-from headway.conventions.ledger import linear_weights
+from headway.conventions.reading import linear_weights
 from headway.errors import NotExpressibleError
 
 _BLOCK_NORM = re.compile(r"\.\d+\.[^.]*(?:norm|ln)[^.]*\.(?:weight|bias)$")  # a norm of a block, in none of its modules

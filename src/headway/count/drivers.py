@@ -288,7 +288,6 @@ def _length_drivers(name: str, pairs: str, lengths: Callable[[Workload], Ints]) 
 
 
 def _item_drivers(row: Modality) -> dict[str, _Driver]:
-    """Name the drivers of a kind of input that comes in lengths."""
     return _length_drivers(row.name, row.name, lambda w: w.sizes(row.name)) | {
         row.items_driver: (0, lambda w: len(w.sizes(row.name))),
         f"{row.items_driver}:": (1, partial(_fixed_items, row)),
@@ -296,7 +295,6 @@ def _item_drivers(row: Modality) -> dict[str, _Driver]:
 
 
 def _all_drivers() -> dict[str, _Driver]:
-    """Return the drivers of text, patches and sources, and the drivers of every input that comes in lengths."""
     drivers = _DRIVERS | _length_drivers("sources", "source", _read_sources)
     for row in MODALITIES.values():
         if row.shape == "lengths":

@@ -21,8 +21,7 @@ from headway.devices.measure import (
     sweep_copy,
     sweep_matmul,
 )
-from headway.devices.names import OVERRIDE_VARIABLE
-from headway.devices.probe import cpu_name, report
+from headway.devices.names import OVERRIDE_VARIABLE, cpu_name, report
 from headway.devices.table import Peak
 from headway.errors import UnknownDeviceError
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from headway.devices.probe import cpu_name
+from headway.devices.names import cpu_name
 
 
 def _prefers_onednn() -> bool:

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from headway.devices.ceilings import measure_ceiling
-from headway.devices.names import OVERRIDE_VARIABLE, ambiguous, matches, named_devices, way_out
-from headway.devices.probe import ReportedDevice, report
+from headway.devices.names import OVERRIDE_VARIABLE, ReportedDevice, ambiguous, matches, named_devices, report, way_out
 from headway.devices.table import DTYPES, Device, Peak, all_devices
 from headway.errors import UnknownDeviceError, UsageError
 from headway.report.quantity import parse_number

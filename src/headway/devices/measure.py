@@ -210,7 +210,6 @@ def _fits(device: "torch.device", dtype: "torch.dtype", shape: tuple[int, int, i
 
 
 def _processor_times(run: Callable[[], object], budget: TimeBudget) -> list[float]:
-    """Time repetitions by the processor time of this thread [s]."""
     run()
     times_s: list[float] = []
     while len(times_s) < budget.min_repeats or sum(times_s) < budget.shape_s / 2:

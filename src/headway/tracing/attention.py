@@ -18,7 +18,7 @@ from torch import nn
 from headway.count import masks
 from headway.errors import TraceError
 from headway.tracing import known_values, scores
-from headway.tracing.operation import Operand, Operation
+from headway.tracing.operation import Operand, Operation, RecordedWork
 from headway.tracing.phantom import Phantom, phantom
 from headway.tracing.record import Recorder
 
@@ -30,26 +30,6 @@ _NAMES = (TEXT, TOWER, BY_HAND)
 _IMPLEMENTATION = "_implementation_that_runs"  # a twin's configuration has its model's attention here
 
 _recorder: Recorder | None = None
-
-
-class _Attend(torch.autograd.Function):
-    """Attention on shapes: no arithmetic, but a node in the graph that tells whether backward reaches it."""
-
-    @staticmethod
-    def forward(ctx: Any, operation: Operation, q: Phantom, k: Phantom, v: Phantom, *extra: Phantom) -> torch.Tensor:
-        ctx.operation = operation
-        ctx.save_for_backward(q, k, v, *extra)
-        *batch, heads, tokens, _ = q.shape
-        out = q.new_empty(*batch, tokens, heads, v.shape[-1]).transpose(-2, -3)  # the layout in which kernels write
-        for t in (q, k, v, *extra):
-            out.sources |= t.sources  # type: ignore[attr-defined]  # new_empty of a phantom is one
-        out.fed = operation.fed  # type: ignore[attr-defined]
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *_grads: Any) -> Any:
-        ctx.operation.backward_flops += ctx.operation.expected_backward_flops
-        return (None, *(torch.empty_like(t) for t in ctx.saved_tensors))
 
 
 def record_attention(
@@ -107,7 +87,13 @@ def record_attention(
         operation.cached = k.shape[-3] * (qk + vo)
     recorder.add(operation)
     extras = [t for t in extra if isinstance(t, Phantom)]
-    out: torch.Tensor = _Attend.apply(operation, *tensors, *extras)  # type: ignore[no-untyped-call]
+    *batch, _, tokens, _ = q.shape
+
+    def make(query: torch.Tensor) -> tuple[torch.Tensor]:  # in the layout in which kernels write
+        return (query.new_empty(*batch, tokens, q.shape[-3], vo).transpose(-2, -3),)
+
+    out: torch.Tensor
+    (out,) = RecordedWork.apply(operation, make, *tensors, *extras)  # type: ignore[no-untyped-call]
     recorder.attended(out)
     return out
 
@@ -292,7 +278,7 @@ def masked_pairs(
             "trace. Give the mask, or the lengths that it is made of, as integers or booleans among the inputs."
         )
     queries, keys = q.shape[-2], k.shape[-2]
-    stays = scores.of_mask(mask)
+    stays = scores.pairs_under(mask)
     if stays == "unclear":
         raise TraceError(
             f"module {path or '(the model)'} attends under a mask of floats, whose allowed pairs cannot be counted. "

@@ -272,7 +272,7 @@ def _shown(recorder: Recorder, score_mod: Any, query: torch.Tensor, sizes: tuple
     batch, heads, queries, keys = sizes
     places = [torch.arange(n).view([-1 if i == axis else 1 for i in range(4)]) for axis, n in enumerate(sizes)]
     try:
-        stays = scores.of_mask(score_mod(query[..., :1].expand(sizes), *places))
+        stays = scores.pairs_under(score_mod(query[..., :1].expand(sizes), *places))
     except Exception:  # noqa: BLE001  # its places may be read one after another
         stays = "unclear"
     if not isinstance(stays, str):

@@ -45,7 +45,6 @@ def follow(packet: Any, args: tuple[Any, ...], results: Sequence[Any]) -> None:
 
 
 def _joined(args: tuple[Any, ...]) -> Parts | None:
-    """List the known parts of a concatenation of activations and real data."""
     tensors, axis = args[0], args[1] if len(args) > 1 else 0
     axis -= max(tensor.dim() for tensor in tensors) if axis >= 0 else 0
     parts, place = [], 0

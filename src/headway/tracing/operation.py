@@ -109,6 +109,30 @@ class Operation:
         self.units, self.unit_flops = pairs, per_pair
 
 
+class RecordedWork(torch.autograd.Function):
+    """Work that a seam records: no arithmetic, but a node in the graph that tells whether backward reaches it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, operation: Operation, make: Callable[[torch.Tensor], tuple[torch.Tensor, ...]], *tensors: Phantom
+    ) -> tuple[torch.Tensor, ...]:
+        """Make the results on shapes; they depend on all tensors."""
+        ctx.operation = operation
+        ctx.save_for_backward(*tensors)
+        outputs = make(tensors[0])
+        for out in outputs:
+            for t in tensors:
+                out.sources |= t.sources  # type: ignore[attr-defined]  # new_empty of a phantom is one
+            out.fed = operation.fed  # type: ignore[attr-defined]
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *_grads: Any) -> Any:
+        """Note that backward reaches the work, and give gradients of the tensors' shapes."""
+        ctx.operation.backward_flops += ctx.operation.expected_backward_flops
+        return (None, None, *(torch.empty_like(t) for t in ctx.saved_tensors))
+
+
 # operations whose kernels multiply matrices in a way that this ledger does not read; a model that dispatches one is
 # refused
 OPAQUE = {
@@ -211,8 +235,6 @@ def _of(left: int, right: int) -> Callable[[Running, tuple[Any, ...], Any], Oper
 
 
 def _vector(left: int, right: int) -> Callable[[Running, tuple[Any, ...], Any], Operation | None]:
-    """Read matrix times vector, or the inner product of two vectors."""
-
     def read(running: Running, args: tuple[Any, ...], _out: Any) -> Operation | None:
         matrix, vector = args[left], args[right]
         return _rows(running, 1, (matrix.numel() // len(vector), len(vector), 1), matrix, vector)

@@ -376,7 +376,6 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _past(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Phantom], int, bool]:
-    """Find the phantoms among an operation's arguments, and what they depend on."""
     flat = _tensors((*args, *kwargs.values()))
     phantoms = [t for t in flat if isinstance(t, Phantom)]
     sources = 0
@@ -390,7 +389,6 @@ def _past(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Phantom],
 
 
 def _detached(source: Phantom) -> Phantom:
-    """Copy a phantom without its gradient's targets."""
     copied = Phantom(source.meta.detach(), 0, source.fed, root(source))
     copied.constant, copied.stays = source.constant, source.stays
     return copied
@@ -428,7 +426,6 @@ def _mutated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sources: 
 def _overwritten(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensor: Phantom, sources: int, fed: bool
 ) -> None:
-    """Bring a phantom's past up to date after an in-place operation."""
     for t in (tensor, tensor.base) if tensor.base is not None else (tensor,):
         t.sources |= sources
         t.fed = t.fed or fed

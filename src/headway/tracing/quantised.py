@@ -86,7 +86,6 @@ def note_on_quantised(model: nn.Module) -> str:
 
 
 def _layer(module: nn.Module) -> nn.Module | None:
-    """Build the plain layer that a module says it is, without data."""
     inputs, outputs = getattr(module, "in_features", None), getattr(module, "out_features", None)
     if isinstance(inputs, int) and isinstance(outputs, int):
         return nn.Linear(inputs, outputs, bias=getattr(module, "bias", None) is not None, device="meta")

@@ -140,7 +140,7 @@ class Recorder:
         if rows[-1] and (pairs != pairs[..., :1]).any():
             return int(pairs.sum()), 1, ""
         plane = planes[(0,) * len(rows)] if math.prod(rows[:-1]) == 1 else None
-        return int(pairs[..., 0].sum()), rows[-1], "" if plane is None else scores.name(plane)
+        return int(pairs[..., 0].sum()), rows[-1], "" if plane is None else scores.mask_driver(plane)
 
     def cached(self, thing: Any, sizes: Sequence[int], find: Callable[[], Any]) -> Any:
         """Return `find()` for an object that layers share, such as a block mask; computed once for scores alike."""
@@ -345,7 +345,7 @@ class Recorder:
         pairs = scored if mask is None else int(torch.count_nonzero(mask))
         if not pairs:
             raise TraceError(f"module {self.module or '(the model)'} masks all of its attention scores.")
-        driver = "" if mask is None or mask.dim() > 2 else scores.name(mask)
+        driver = "" if mask is None or mask.dim() > 2 else scores.mask_driver(mask)
         for product in (operation, *operation.scored):
             product.count_pairs(pairs, scored)
             product.driver, product.by_hand = driver, normalised

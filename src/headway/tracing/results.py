@@ -112,7 +112,6 @@ def _field(output: Any, name: str) -> Any:
 
 
 def _chosen(output: Any, results: Any) -> list[Any]:
-    """Pick the results that the caller names."""
     if callable(results):
         return [results(output)]
     names = [results] if isinstance(results, str) else [*results]

@@ -38,7 +38,7 @@ _PLACING = {
 }  # fmt: skip
 
 
-def data(value: Any) -> torch.Tensor | None:
+def known_data(value: Any) -> torch.Tensor | None:
     """Return an operand's data: a real tensor itself, a constant phantom's known data, None for other phantoms."""
     if isinstance(value, Phantom):
         return value.constant
@@ -62,45 +62,45 @@ def remaining_pairs(packet: Any, args: tuple[Any, ...], out: torch.Tensor) -> St
     stays: Stays = None
     for value in args:
         if isinstance(value, Phantom) and value.stays is not None:
-            stays = both(stays, _moved(packet, args, value, out))
+            stays = common_pairs(stays, _moved(packet, args, value, out))
     if packet in _PLACING or any(_made_on_shapes(value, out) for value in args) or _placeholder_hides(packet, args):
         return UNCLEAR
     for mask in _laid(packet, args):
-        stays = both(stays, _plane(mask, out))
+        stays = common_pairs(stays, _plane(mask, out))
     return stays
 
 
-def both(left: Stays, right: Stays) -> Stays:
+def common_pairs(left: Stays, right: Stays) -> Stays:
     """Combine the pairs that two operands leave visible."""
     if left is None or right is None:
         return right if left is None else left
     return left & right if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor) else UNCLEAR
 
 
-def of_mask(mask: torch.Tensor) -> Stays:
+def pairs_under(mask: torch.Tensor) -> Stays:
     """Say which pairs stay under a mask: true ones, or those that are not hidden by what is added."""
-    real = data(mask)
+    real = known_data(mask)
     if real is None:
         return mask.stays if isinstance(mask, Phantom) else UNCLEAR
     return real if real.dtype == torch.bool else torch.gt(real, HIDDEN)
 
 
-def name(mask: torch.Tensor) -> str:
+def mask_driver(mask: torch.Tensor) -> str:
     """Name the driver of a mask (queries, keys) if each query sees the keys of a known kind of mask, else "".
 
     Keys beyond the queries' own are compressed ones; the two parts' drivers are then joined by a plus.
 
-    >>> name(torch.ones(5, 5, dtype=torch.bool).tril())
+    >>> mask_driver(torch.ones(5, 5, dtype=torch.bool).tril())
     'pairs:causal'
-    >>> name(torch.ones(5, 5, dtype=torch.bool).tril().triu(-1))
+    >>> mask_driver(torch.ones(5, 5, dtype=torch.bool).tril().triu(-1))
     'pairs:sliding:2'
     """
     queries, keys = mask.shape
     if keys > queries:
-        parts = (name(mask[:, :queries]), _name_compressed(mask[:, queries:]))
+        parts = (mask_driver(mask[:, :queries]), _compressed_driver(mask[:, queries:]))
         return "+".join(parts) if all(parts) else ""
     if keys < queries:
-        return _name_compressed(mask)
+        return _compressed_driver(mask)
     counts, place = _keys_of_queries(mask), torch.arange(1, queries + 1)
     most = int(counts.max())
     falls = (counts.diff() < 0).nonzero()
@@ -125,7 +125,7 @@ def _keys_of_queries(mask: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(np.count_nonzero(mask.numpy(), axis=-1))
 
 
-def _name_compressed(mask: torch.Tensor) -> str:
+def _compressed_driver(mask: torch.Tensor) -> str:
     """Name a mask over keys that each stand for some tokens before the query."""
     counts = _keys_of_queries(mask)
     most = int(counts.max())
@@ -211,7 +211,7 @@ def _laid(packet: Any, args: tuple[Any, ...]) -> Iterator[torch.Tensor]:
     if packet in _SUMS:
         negated = packet in (aten.sub, aten.sub_)
         for position, value in enumerate(args[:2]):
-            real = data(value)
+            real = known_data(value)
             if real is not None and real.dim():
                 # this trace hands out booleans where models expect floats
                 yield real if real.dtype == torch.bool else torch.gt(-real if negated and position else real, HIDDEN)
@@ -223,22 +223,22 @@ def _laid(packet: Any, args: tuple[Any, ...]) -> Iterator[torch.Tensor]:
             yield ~condition
         elif first is phantom and _hides(second, phantom):
             yield condition
-    elif packet in _PRODUCTS and _weighs(phantom):
+    elif packet in _PRODUCTS and _is_normalised(phantom):
         for value in args[:2]:
-            real = data(value)
+            real = known_data(value)
             if real is not None and real.dim():
                 yield real != 0
 
 
-def _weighs(phantom: Phantom) -> bool:
+def _is_normalised(phantom: Phantom) -> bool:
     """Say whether a phantom holds normalised scores, of which a zero hides a value."""
     return phantom.scores is not None and phantom.scores.kind == "attention"
 
 
 def _hides(fill: Any, phantom: Phantom) -> bool:
     """Say whether a fill value hides the pair of the score that it replaces."""
-    value = data(fill) if isinstance(fill, torch.Tensor) else fill
+    value = known_data(fill) if isinstance(fill, torch.Tensor) else fill
     if value is None:
         return False  # another score or bias
     largest = float(value.max()) if isinstance(value, torch.Tensor) else float(value)
-    return largest == 0 if _weighs(phantom) else largest <= HIDDEN
+    return largest == 0 if _is_normalised(phantom) else largest <= HIDDEN

@@ -269,7 +269,6 @@ def _compare(folder: Path, other: Path | None) -> Check:
 
 
 def _compare_checkpoint(saved: dict[str, Any], step: int, steps: _Steps, witnesses: _Witnesses) -> None:
-    """Compare what a checkpoint says of the steps behind it with their records."""
     witnesses.resumes = max(witnesses.resumes, int(saved.get("resumes", 0)))
     if saved.get("samples_digest") is None:
         return
@@ -345,7 +344,6 @@ def _other_packs(folder: Path, steps: _Steps, other: Path) -> str:
 
 
 def _data_settings(folder: Path) -> dict[str, Any]:
-    """Settings of a run that choose its steps' samples; none where its configuration is gone."""
     try:
         raw = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError):

@@ -126,11 +126,6 @@ class Run:
         """While the model is evaluated: its averaged weights, if there are any."""
         return nullcontext() if self.ema is None else self.ema.in_place()
 
-    @property
-    def sequence_group(self) -> ProcessGroup | None:
-        """The processes that compute each of this one's packs with it; None where it computes them alone."""
-        return _sequence_group(self.mesh)
-
     def describe(self) -> list[str]:
         """Lines that describe the run on the screen."""
         params, peak = self.meter.cost_model.params, self.meter.peak
@@ -281,7 +276,6 @@ def _checkpoint(
 
 
 def _joined(config: TrainConfig, device: torch.device, phase: LoopPhase, *, resume: bool | None) -> Ranks:
-    """Join the other ranks of the run, which must have the same settings."""
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
     phase.at("joining the other ranks", watched=False)  # the meeting gives up by itself, and says whom it missed

@@ -94,7 +94,6 @@ def train(config: TrainConfig, *, resume: bool | None = False, is_smoke: bool = 
 
 
 def _run(config: TrainConfig, run: Run, phase: LoopPhase, start_ns: int) -> RunSummary:
-    """Take the steps of a run, and sum up what they gave."""
     with (
         _outputs(config, run, start_ns) as out,
         _profile(config, run, phase, out),
@@ -180,7 +179,6 @@ def _set_up_kept() -> Iterator[None]:
 
 
 def _bills(config: TrainConfig, run: Run, end: LoopEnd) -> list[dict[str, Any]]:
-    """The last step as other tools' rules bill it; none where they cannot."""
     bills: list[dict[str, Any]] = []
     with run.meter.boundary.guard("The bill of the last step by other tools' rules"):
         bills += billed_by_conventions(

@@ -21,7 +21,7 @@ from headway.count import FlopCount, FlopRow, Workload
 from headway.count.masks import causal_pairs, full_pairs
 from headway.devices import Peak, copy_ceiling, device_at, peak_for
 from headway.devices.lookup import dtype_label
-from headway.devices.probe import report
+from headway.devices.names import report
 from headway.errors import UnknownDeviceError, UsageError
 from headway.meter import clock
 from headway.meter.batch_share import BatchShare

@@ -72,7 +72,6 @@ def hub_names() -> dict[str, str]:
 
 @cache
 def _folders() -> tuple[Path, ...]:
-    """The folders of ledgers: this folder, and the folders of installed families."""
     return (FOLDER, *hooks_of_all("ledgers"))
 
 

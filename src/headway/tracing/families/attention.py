@@ -15,7 +15,7 @@ from headway.count import masks
 from headway.errors import TraceError
 from headway.tracing.attention import record_attention
 from headway.tracing.record import Recorder
-from headway.tracing.scores import data
+from headway.tracing.scores import known_data
 
 
 def _heads(x: torch.Tensor, number: int) -> torch.Tensor:
@@ -88,7 +88,7 @@ def _blocks(
     transformers does by padding.
     """
     path, number, size = recorder.path_of(module), module.num_heads, module.block_size
-    hidden = data(attention_mask)
+    hidden = known_data(attention_mask)
     if hidden is None or len(hidden) > 1:
         raise TraceError(
             f"module {path or '(the model)'} attends in blocks under a mask that is not known: give one text, unmasked."

@@ -26,31 +26,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from headway.errors import TraceError
-from headway.tracing.operation import Operand, Operation
+from headway.tracing.operation import Operand, Operation, RecordedWork
 from headway.tracing.phantom import Phantom, phantom
 from headway.tracing.record import Recorder
-
-
-class _Recur(torch.autograd.Function):
-    """A recurrence on shapes: no arithmetic, but a node in the graph that tells whether backward reaches it."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, operation: Operation, shapes: Sequence[Sequence[int]], *tensors: Phantom
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.operation = operation
-        ctx.save_for_backward(*tensors)
-        outputs = tuple(tensors[0].new_empty(tuple(shape)) for shape in shapes)
-        for out in outputs:
-            for t in tensors:
-                out.sources |= t.sources  # type: ignore[attr-defined]  # new_empty of a phantom is one
-            out.fed = True  # type: ignore[attr-defined]
-        return outputs
-
-    @staticmethod
-    def backward(ctx: Any, *_grads: Any) -> Any:
-        ctx.operation.backward_flops += ctx.operation.expected_backward_flops
-        return (None, None, *(torch.empty_like(t) for t in ctx.saved_tensors))
 
 
 def recur(
@@ -103,7 +81,11 @@ def recur(
         )
     )
     tensors = [t for group in groups for t in group]
-    results: tuple[torch.Tensor, ...] = _Recur.apply(operation, outputs, *tensors)  # type: ignore[no-untyped-call]
+
+    def make(first: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(first.new_empty(tuple(shape)) for shape in outputs)
+
+    results: tuple[torch.Tensor, ...] = RecordedWork.apply(operation, make, *tensors)  # type: ignore[no-untyped-call]
     return results
 
 

@@ -7,7 +7,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
@@ -39,10 +39,17 @@ class InputForm(ABC):
     # for the ledger's `source`, such as that only single frames were traced
     notes: Mapping[str, str] = MappingProxyType({})
 
+    def __init__(self, model: Any) -> None:
+        self._config: Any = getattr(model, "config", None)
+
     @classmethod
-    @abstractmethod
-    def of(cls, model: Any) -> "InputForm | None":
+    def of(cls, model: Any) -> Self | None:
         """Read the form off a model's signature and configuration; None where the model takes no such input."""
+        return cls(model) if cls._fits(model, inspect.signature(model.forward).parameters) else None
+
+    @classmethod
+    def _fits(cls, _model: Any, accepted: Mapping[str, Any]) -> bool:
+        return cls.takes in accepted
 
     def along(self, route: str) -> "InputForm":
         """Copy the form so that it gives one of its routes' arguments."""

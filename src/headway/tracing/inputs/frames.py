@@ -5,7 +5,7 @@ number of frames.
 """
 
 import copy
-import inspect
+from collections.abc import Mapping
 from typing import Any, Self
 
 import torch
@@ -63,9 +63,8 @@ class VideoFrames(Frames):
         self.drivers = [f"video_frames:{self.edge}:{self.edge}"]
 
     @classmethod
-    def of(cls, model: Any) -> Self | None:
-        """Read the form off a model's modules."""
-        return cls(model) if has_video_tower(model) else None
+    def _fits(cls, model: Any, _accepted: Mapping[str, Any]) -> bool:
+        return has_video_tower(model)
 
     def sizes(self, run: int) -> dict[str, Any]:
         """Give clips of one length in each run."""
@@ -95,11 +94,9 @@ class NestedFrames(Frames):
         return other
 
     @classmethod
-    def of(cls, model: Any) -> Self | None:
-        """Read the form off a model's signature."""
-        accepted = inspect.signature(model.forward).parameters
+    def _fits(cls, model: Any, accepted: Mapping[str, Any]) -> bool:
         nested = "pixel_attention_mask" in accepted and "spatial_shapes" not in accepted
-        return super().of(model) if nested else None
+        return super()._fits(model, accepted) and nested
 
     def pixels(self, grids: list[Grid], floats: Floats, _text: Workload) -> dict[str, Any]:
         """Make frames of one text, all of them real; where tiles are masked whole, a mask of tiles."""
@@ -114,9 +111,8 @@ class RobotFrames(NestedFrames):
     """Cameras' pictures beside a robot's state, and the actions that are denoised after the text (pi0)."""
 
     @classmethod
-    def of(cls, model: Any) -> Self | None:
-        """Read the form off a model's signature."""
-        return super().of(model) if "actions" in inspect.signature(model.forward).parameters else None
+    def _fits(cls, model: Any, accepted: Mapping[str, Any]) -> bool:
+        return super()._fits(model, accepted) and "actions" in accepted
 
     def positions_of(self, grid: Grid) -> int:
         """Ask the tower, which takes pictures one after another."""
@@ -140,10 +136,9 @@ class TiledFrames(Frames):
     """
 
     @classmethod
-    def of(cls, model: Any) -> Self | None:
-        """Read the form off a model's configuration, which lists the sizes that images are cut from."""
+    def _fits(cls, model: Any, accepted: Mapping[str, Any]) -> bool:
         pinpoints = getattr(getattr(model, "config", None), "image_grid_pinpoints", None)
-        return super().of(model) if pinpoints else None
+        return super()._fits(model, accepted) and bool(pinpoints)
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
@@ -173,10 +168,8 @@ class CrossAttentionFrames(Frames):
     """Images that the text reads by cross attention (Idefics, Llama-3.2 vision); a source is a frame that is read."""
 
     @classmethod
-    def of(cls, model: Any) -> Self | None:
-        """Read the form off a model's signature."""
-        accepted = inspect.signature(model.forward).parameters
-        return super().of(model) if not {"image_attention_mask", "aspect_ratio_ids"}.isdisjoint(accepted) else None
+    def _fits(cls, model: Any, accepted: Mapping[str, Any]) -> bool:
+        return super()._fits(model, accepted) and not {"image_attention_mask", "aspect_ratio_ids"}.isdisjoint(accepted)
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
@@ -226,14 +219,12 @@ class SingleImages(Frames):
         self.drivers += ["sources", "source_pairs:full"] if self.instructed else []
 
     @classmethod
-    def of(cls, model: Any) -> Self | None:
-        """Read the form off a model's signature: no method that gives features for tokens, or one that asks more."""
-        accepted = inspect.signature(model.forward).parameters
+    def _fits(cls, model: Any, accepted: Mapping[str, Any]) -> bool:
         text = not {"input_ids", "decoder_input_ids"}.isdisjoint(accepted)
         apart = any(hasattr(type(m), cls.features) for m in model.modules()) or "image_embeds_position_mask" in accepted
         model_type = getattr(getattr(model, "config", None), "model_type", "")
         shared = not {"qformer_input_ids", "image_token_pooling"}.isdisjoint(accepted) or model_type == "paligemma"
-        return super().of(model) if text and (shared or not apart) else None
+        return super()._fits(model, accepted) and text and (shared or not apart)
 
     def sizes(self, run: int) -> dict[str, Any]:
         """Give one image, and an instruction of another length in each run."""
@@ -302,12 +293,10 @@ class EncoderFrames(Frames):
     """
 
     @classmethod
-    def of(cls, model: Any) -> Self | None:
-        """Read the form off a model's signature: ids for an encoder and a decoder, and features in one of them."""
-        accepted = inspect.signature(model.forward).parameters
+    def _fits(cls, model: Any, accepted: Mapping[str, Any]) -> bool:
         apart = any(hasattr(type(module), cls.features) for module in model.modules())
         fits = apart and {"input_ids", "decoder_input_ids", "encoder_outputs"} <= accepted.keys()
-        return super().of(model) if fits else None
+        return super()._fits(model, accepted) and fits
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
@@ -340,10 +329,8 @@ class PageFrames(Frames):
     """
 
     @classmethod
-    def of(cls, model: Any) -> Self | None:
-        """Read the form off a model's signature: boxes of words, and of objects in the image."""
-        accepted = inspect.signature(model.forward).parameters
-        return cls(model) if {"bbox", "visual_bbox", cls.takes, "decoder_input_ids"} <= accepted.keys() else None
+    def _fits(cls, _model: Any, accepted: Mapping[str, Any]) -> bool:
+        return {"bbox", "visual_bbox", cls.takes, "decoder_input_ids"} <= accepted.keys()
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)

@@ -8,7 +8,7 @@ largest, and padding is no work that counts. The forms of frames of one fixed si
 
 import inspect
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import torch
@@ -64,10 +64,8 @@ class Images(InputForm):
         self._positions: dict[Grid, int] = {}
 
     @classmethod
-    def of(cls, model: Any) -> Self | None:
-        """Read the form off a model's signature."""
-        takes = "pixel_values" in inspect.signature(model.forward).parameters and has_tower(model)
-        return cls(model) if takes else None
+    def _fits(cls, model: Any, accepted: Mapping[str, Any]) -> bool:
+        return "pixel_values" in accepted and has_tower(model)
 
     @abstractmethod
     def pixels(self, grids: list[Grid], floats: Floats, text: Workload) -> dict[str, Any]:
@@ -285,9 +283,8 @@ class Grids(Images):
         self.drivers += ["grids", "frames"]
 
     @classmethod
-    def of(cls, model: Any) -> Self | None:
-        """Read the form off a model's signature."""
-        return super().of(model) if "image_grid_thw" in inspect.signature(model.forward).parameters else None
+    def _fits(cls, model: Any, accepted: Mapping[str, Any]) -> bool:
+        return super()._fits(model, accepted) and "image_grid_thw" in accepted
 
     def _ask(self) -> tuple[Callable[..., dict[str, Any]], bool]:
         """Find the first layout that the tower accepts, of a grid with frames if it takes one."""

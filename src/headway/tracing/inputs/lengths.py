@@ -10,9 +10,9 @@ the first convolution or linear layer, so the model itself tells.
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -148,7 +148,8 @@ class SourceIds(InputForm):
 
     takes = "input_ids"
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, model: Any) -> None:
+        config = model.config
         sizes = _windows(config)
         self.strided = ["sources", *_SOURCE_PAIRS, *_windowed("source_pairs", sizes)]
         self.drivers = [*self.strided]
@@ -156,10 +157,8 @@ class SourceIds(InputForm):
         self._token = plain_token(config)
 
     @classmethod
-    def of(cls, model: Any) -> "SourceIds | None":
-        """Read the form off a model's signature."""
-        accepted = inspect.signature(model.forward).parameters
-        return cls(model.config) if {"input_ids", "decoder_input_ids", "encoder_outputs"} <= accepted.keys() else None
+    def _fits(cls, _model: Any, accepted: Mapping[str, Any]) -> bool:
+        return {"input_ids", "decoder_input_ids", "encoder_outputs"} <= accepted.keys()
 
     def sizes(self, run: int) -> dict[str, Any]:
         """Give one source, longer than any window of the encoder from the second run on."""
@@ -191,10 +190,8 @@ class SourceFeatures(InputForm):
             self.drivers = self.strided = ["sources", *_SOURCE_PAIRS, *_windowed("source_pairs", sizes)]
 
     @classmethod
-    def of(cls, model: Any) -> "SourceFeatures | None":
-        """Read the form off a model's signature."""
-        accepted = inspect.signature(model.forward).parameters
-        return cls(model) if {cls.takes, "decoder_input_ids"} <= accepted.keys() else None
+    def _fits(cls, _model: Any, accepted: Mapping[str, Any]) -> bool:
+        return {cls.takes, "decoder_input_ids"} <= accepted.keys()
 
     def sizes(self, run: int) -> dict[str, Any]:
         """Give one source of another length in each run, where the encoder takes it."""
@@ -216,11 +213,6 @@ class Proteins(InputForm):
 
     takes = "protein_input_ids"
     drivers = ("sources", "source_pairs:full")
-
-    @classmethod
-    def of(cls, model: Any) -> Self | None:
-        """Read the form off a model's signature."""
-        return cls() if cls.takes in inspect.signature(model.forward).parameters else None
 
     def sizes(self, run: int) -> dict[str, Any]:
         """Give one sequence of another length in each run."""
@@ -264,12 +256,10 @@ class AudioFeatures(InputForm):
             self.drivers = [*self.strided, "clips"]
 
     @classmethod
-    def of(cls, model: Any) -> Self | None:
-        """Read the form off a model's signature."""
-        accepted = inspect.signature(model.forward).parameters
+    def _fits(cls, model: Any, accepted: Mapping[str, Any]) -> bool:
         is_taken = cls.takes in accepted and "input_ids" in accepted and "decoder_input_ids" not in accepted
         # some families leave the tower out where its configuration is None
-        return cls(model) if is_taken and getattr(model.config, "audio_config", True) is not None else None
+        return is_taken and getattr(model.config, "audio_config", True) is not None
 
     def sizes(self, run: int) -> dict[str, Any]:
         """Give one to three clips; clips of one run have one length."""
@@ -351,11 +341,10 @@ class AddedAudio(AudioFeatures):
         self.drivers = [driver for driver in self.drivers if driver != "clips"]  # there are as many as segments
 
     @classmethod
-    def of(cls, model: Any) -> Self | None:
-        """Read the form off a model that hears and whose configuration has no token for what it hears."""
+    def _fits(cls, model: Any, accepted: Mapping[str, Any]) -> bool:
         hears = any(hasattr(type(module), _FEATURES) for module in model.modules())
         has_token = hears and any(hasattr(c, name) for c in subconfigs(model.config) for name in _TOKENS)
-        return super().of(model) if hears and not has_token else None
+        return super()._fits(model, accepted) and hears and not has_token
 
     def sizes(self, run: int) -> dict[str, Any]:
         """Give one clip."""

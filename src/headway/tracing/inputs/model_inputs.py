@@ -185,7 +185,6 @@ class Inputs:
 
 
 def _parts_of(model: nn.Module) -> list[InputForm]:
-    """Read the forms of a model's inputs: for each argument the first form of the table that the model takes."""
     parts: list[InputForm] = []
     for form in FORMS:
         is_carried = form.takes in (part.takes for part in parts)
