@@ -33,7 +33,7 @@ from headway.devices.ceilings import matmul_ceiling
 from headway.meter import Meter, Window
 from headway.meter.profile import ProfiledSteps, profile
 from headway.models import load_model
-from headway.models.parallel import clipping_factor, gradient_norm
+from headway.models.parallel.mesh import clipping_factor, gradient_norm
 from headway.models.parallel.ranks import Ranks
 from headway.models.precision import choose_device, choose_precision
 from headway.optim import learning_rate, make_optimizer, set_learning_rate

@@ -20,9 +20,9 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerFast, Qwen3Config
 from headway.data import EncodedSample, Encoder, Origin, read_samples
 from headway.data.media.tensors import MediaTensors
 from headway.models import load_model, load_model_config, load_processor, rope_index
-from headway.models.pixel_patches import normalised
+from headway.models.video import normalised
 from headway.models.vision import patch_size_of
-from headway.objectives.preferences.small_rows import into_pairs
+from headway.objectives.preferences.rows import into_pairs
 from headway.packing.lengths import MIXES
 from headway.synthetic.digits import write_digits, write_reader
 from headway.synthetic.small_data import vocabulary_texts, write_small_data

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headway.config.optim import MuonConfig
+from headway.config import OptimConfig
 from headway.models.parallel.ranks import Ranks
 from headway.optim import Optimizer
 from record import RESULTS, describe_environment, environment, markdown_table, result_paths, spread, write
@@ -121,7 +121,7 @@ def measure(
     shapes = (matrices + vectors if rule == "adamw" else matrices) * layers
     parameters = [torch.nn.Parameter(torch.randn(shape, device=device).to(dtype)) for shape in shapes]
     groups = [{"params": parameters, "rule": rule, "lr_factor": 1.0, "weight_decay": 0.1}]
-    optimizer = Optimizer(groups, lr=1e-4, betas=(0.9, 0.95), eps=1e-8, muon=MuonConfig(), moment_type=held)
+    optimizer = Optimizer(groups, OptimConfig(steps=1, lr=1e-4, betas=(0.9, 0.95), eps=1e-8, state=held or "auto"))
     if one_pass:
         optimizer.choose_update(Ranks(0, 1))
     for parameter in parameters:

@@ -22,7 +22,8 @@ from transformers import Qwen3Config
 
 from headway.models.init_weights import init_weights
 from headway.models.load import load_model
-from headway.models.parallel import build_mesh, shard_model
+from headway.models.parallel.mesh import build_mesh
+from headway.models.parallel.shard import shard_model
 from headway.packing.mesh import MeshShape
 from record import RESULTS, describe_environment, environment, markdown_table, result_paths, write
 

@@ -8,7 +8,7 @@ from headway.errors import DataError
 from headway.models.head import model_with_loss
 from headway.models.load import load_model, load_processor, rope_index
 from headway.models.parallel.ranks import Ranks
-from headway.models.pixel_patches import normalised
+from headway.models.video import normalised
 from headway.train.run import train
 
 ALONE = Ranks(0, 1)

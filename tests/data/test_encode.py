@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from headway.data import Collator, Encoder, read_samples
 from headway.data.samples import Document, Origin
 from headway.errors import ConfigError, DataError
-from headway.models.pixel_patches import normalised
+from headway.models.video import normalised
 
 QUESTION = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "Which digit?"}]
 

@@ -17,7 +17,7 @@ from headway.data.media.images import Picture
 from headway.data.samples import ImagePart
 from headway.errors import DataError
 from headway.models import load_model, load_processor, rope_index
-from headway.models.pixel_patches import normalised
+from headway.models.video import normalised
 from helpers.cases import examples
 from helpers.models import tiny_config
 

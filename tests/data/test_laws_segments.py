@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from headway.models.attention import use_attention
-from headway.models.pixel_patches import normalised
+from headway.models.video import normalised
 from headway.packing import STRATEGIES
 from helpers.cases import examples
 from helpers.data import Pipeline, key_of

@@ -22,11 +22,11 @@ from torch.utils._pytree import tree_leaves
 from fake_cuda import moments, shared, steps
 from headway.config import TrainConfig
 from headway.count.activations import SavedByPrecision
-from headway.models.float8 import use_float8
-from headway.models.parallel import dispatch, reduce_gradients
 from headway.models.parallel import exchange as split_exchange
-from headway.models.parallel.dispatch import run_spread_experts
-from headway.models.precision import Precision
+from headway.models.parallel import experts as dispatch
+from headway.models.parallel.experts import run_spread_experts
+from headway.models.parallel.shard import reduce_gradients
+from headway.models.precision import Precision, use_float8
 from headway.predict.communication import Exchanges
 from headway.predict.exchanges import exchanges_of
 from headway.predict.recipe import learning_model, sharing_of, state_of

@@ -23,11 +23,11 @@ from headway.config import TrainConfig
 from headway.count import CostModel
 from headway.count.activations import SavedByPrecision
 from headway.data.collate import Batch, Collator
+from headway.models.experts import RouterLoad
 from headway.models.load import rope_index
-from headway.models.parallel import local, reduce_gradients
-from headway.models.parallel.clip import clipping_factor, gradient_norm
+from headway.models.parallel.mesh import clipping_factor, gradient_norm
 from headway.models.parallel.ranks import Ranks
-from headway.models.router import RouterLoad
+from headway.models.parallel.shard import reduce_gradients
 from headway.models.vision import vision_geometry
 from headway.objectives.preferences.objective import AdaptersOff
 from headway.objectives.preferences.reference import Scoring
@@ -41,6 +41,7 @@ from headway.predict.saved import saved_of_partly_trained
 from headway.tracing import trace
 from headway.tracing.activations import saved_of_config
 from headway.tracing.build import model_on_shapes
+from headway.tracing.unwrap import local
 
 MOMENTS = ("built", "first forward", "first backward", "first update", "forward", "backward", "update")
 """When memory is looked at; the last three are of the second step, in which moments are there from the start."""
@@ -192,11 +193,11 @@ def run_moments(kind: str, config: TrainConfig, *, detail: bool = False) -> tupl
         pretend_cuda() as device,
         steps._environment(ahead=True),
         patch("headway.train.build.initialise_adapters", lambda *_: None),  # there are no numbers to draw
-        patch("headway.optim.moments.code_table", lambda **_: torch.empty(256, device=device)),
+        patch("headway.optim.parts.code_table", lambda **_: torch.empty(256, device=device)),
         patch("headway.models.quantised._pairs", lambda device: torch.empty(256, 2, device=device)),
         patch.object(Optimizer, "_noise_of", lambda *_, **__: None),  # nor a generator of the device
         patch("headway.optim.optimizer.why_not", lambda *_: None),  # the kernel runs, which makes nothing
-        patch("headway.optim.optimizer.update_", lambda *_: None),
+        patch("headway.optim.adamw.update_", lambda *_: None),
     ):
         precision = choose_precision(config.run, device)
         trained = steps._trained(config, small_config(kind), precision, device)

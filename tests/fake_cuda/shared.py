@@ -28,7 +28,7 @@ from fake_cuda.watch import ROUND
 from headway.config import TrainConfig
 from headway.models.init_weights import to_memory
 from headway.models.load import load_model
-from headway.models.parallel import Mesh, build_mesh
+from headway.models.parallel.mesh import Mesh, build_mesh
 from headway.models.precision import Precision
 from headway.predict.memory import MemoryPlan
 from headway.train.build import build_trained, give_weights

@@ -30,10 +30,10 @@ from headway.count.models import shipped_name
 from headway.data import EncodedSample, Origin
 from headway.data.collate import Batch, Collator
 from headway.data.media.tensors import MediaTensors
+from headway.models.experts import RouterLoad
 from headway.models.load import load_model, rope_index
-from headway.models.parallel.clip import clipping_factor, gradient_norm
+from headway.models.parallel.mesh import clipping_factor, gradient_norm
 from headway.models.precision import choose_precision
-from headway.models.router import RouterLoad
 from headway.models.vision import vision_geometry
 from headway.optim import make_optimizer
 from headway.optim.optimizer import set_learning_rate, take_step

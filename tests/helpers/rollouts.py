@@ -25,7 +25,7 @@ from headway.models.attention import use_attention
 from headway.models.head import model_with_loss
 from headway.models.load import load_model, load_processor, rope_index
 from headway.models.vision import vision_geometry
-from headway.objectives.preferences.held_out import preferring_of
+from headway.objectives.preferences.losses import Preferring
 from headway.objectives.preferences.objective import PackWeights
 from headway.objectives.preferences.reference import Scoring, with_reference
 from headway.objectives.preferences.settings import PreferenceConfig
@@ -229,12 +229,12 @@ def our_loss(model, batch, settings, reference=None, *, chunk=7):
         use_attention(reference, "headway_flash")
         scoring = Scoring(model_with_loss(reference, chunk=chunk), torch.device("cpu"), nullcontext)
         batch = with_reference(batch, scoring.log_probabilities(batch))
-    preferring = preferring_of(PreferenceConfig.model_validate(settings))
+    preferring = Preferring(PreferenceConfig.model_validate(settings))
     weights = PackWeights(preferring, batch, None, batch.answers.num_pairs, batch.answers.best_tokens)
     model.zero_grad()
     losses(batch.model_inputs(), batch.labels_1T[0], weigh=weights).total.backward()
     numbers = weights.numbers
-    loss = numbers.loss_P.mean() + preferring.sft * numbers.nll / batch.answers.best_tokens
+    loss = numbers.loss_P.mean() + preferring.settings.sft_weight * numbers.nll / batch.answers.best_tokens
     return loss.item(), gradients(model), numbers
 
 

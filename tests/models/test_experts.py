@@ -7,8 +7,9 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from headway.errors import ConfigError
-from headway.models.experts import NAME, experts_of, register_experts, use_experts
-from headway.models.grouped import grouped_linear, permute_rows
+from headway.models.blocks import experts_of
+from headway.models.experts import NAME, register_experts, use_experts
+from headway.models.products import grouped_linear, permute_rows
 from helpers.models import tiny_config
 
 FAMILIES = (
@@ -193,7 +194,7 @@ def test_where_the_kernel_leaves_garbage_for_experts_without_rows_their_gradient
         weight.register_hook(lambda grad: grad.index_fill(0, torch.tensor([1]), torch.nan))
         return torch.ops.headway.grouped_linear(rows, weight, offs, True)
 
-    monkeypatch.setattr("headway.models.grouped._has_kernel", lambda *_: True)
+    monkeypatch.setattr("headway.models.products._has_kernel", lambda *_: True)
     monkeypatch.setattr("torch.nn.functional.grouped_mm", grouped_mm)
     for capability, is_garbage in (((9, 0), True), ((10, 0), False), ((12, 0), False)):
         monkeypatch.setattr("torch.cuda.get_device_capability", lambda _, found=capability: found)

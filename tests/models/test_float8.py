@@ -8,10 +8,9 @@ import transformers
 
 from headway.config import RunConfig
 from headway.errors import ConfigError
-from headway.models.float8 import check_float8, use_float8
 from headway.models.head import model_with_loss
 from headway.models.load import load_model
-from headway.models.precision import choose_precision
+from headway.models.precision import check_float8, choose_precision, use_float8
 from headway.tracing import trace
 from helpers.models import tiny_config
 

@@ -5,10 +5,10 @@ import copy
 import pytest
 import torch
 
-from headway.models.frozen import hold_frozen
 from headway.models.init_weights import init_weights
 from headway.models.load import load_model
 from headway.models.precision import Precision
+from headway.models.quantised import hold_frozen
 from headway.optim.groups import freeze
 from headway.tracing import trace
 from helpers.models import tiny_config
@@ -24,7 +24,7 @@ def pair(family, patterns, *, gathers=False):
         model = load_model(tiny_config(family), random_init=True, device="meta")
         ledger = freeze(model, trace(model), patterns)
         if holds:
-            hold_frozen(model, ledger, AUTOCAST, gathers=gathers)
+            hold_frozen(model, ledger, AUTOCAST.params, AUTOCAST.compute, gathers=gathers)
         torch.manual_seed(0)
         init_weights(model, "cpu", dtype=torch.float32)
         models.append(model)

@@ -16,8 +16,8 @@ from torch.nn.attention.varlen import varlen_attn
 from headway.errors import ConfigError
 from headway.models import kernels
 from headway.models.attention.cuda_kernel import choose_kernel, cuda_kernel, flash_kernel
+from headway.models.attention.ragged import varlen_attention
 from headway.models.attention.segments import segment_attention
-from headway.models.attention.varlen import varlen_attention
 from headway.models.blocks import blocks
 from headway.models.head import model_with_loss
 from headway.models.kernels import gated_mlps, rms_norms, rotary_functions, use_kernels

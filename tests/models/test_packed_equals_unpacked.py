@@ -17,7 +17,7 @@ from headway.data.collate import Collator
 from headway.data.encoded import EncodedSample
 from headway.data.media.tensors import MediaTensors
 from headway.models import load_model, rope_index
-from headway.models.pixel_patches import normalised
+from headway.models.video import normalised
 from helpers.cases import some
 from helpers.models import FAMILIES, VISION_FAMILIES
 

@@ -9,9 +9,8 @@ from peft import LoraConfig
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headway.models.kernels import gated_mlps, use_kernels
+from headway.models.kernels import align_widths, gated_mlps, project_patches, use_kernels
 from headway.models.load import load_model
-from headway.models.products import align_widths, project_patches
 from helpers.models import tiny_config
 
 

@@ -9,12 +9,11 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from headway.count.quantised import BASES, BLOCK, matrix_bytes
 from headway.errors import ConfigError
-from headway.models.experts import experts_of
-from headway.models.frozen import quantise_base
+from headway.models.blocks import experts_of
 from headway.models.init_weights import init_weights
 from headway.models.load import load_model
 from headway.models.lora import adapter_modules, add_adapters, initialise_adapters, without_adapters
-from headway.models.quantised import NF4, ByteLayout, QuantisedLinear, layouts_by_name, layouts_by_size
+from headway.models.quantised import NF4, ByteLayout, QuantisedLinear, layouts_by_name, layouts_by_size, quantise_base
 from headway.models.recompute import _Policy
 from headway.optim.groups import freeze
 from headway.tracing import trace

@@ -12,7 +12,7 @@ from headway.count import Workload
 from headway.count.recompute import as_choice, recomputed_blocks
 from headway.errors import ConfigError
 from headway.models.attention import use_attention
-from headway.models.attention.varlen import varlen_attention
+from headway.models.attention.ragged import varlen_attention
 from headway.models.blocks import blocks
 from headway.models.compiling import CompileWatch, compile_blocks
 from headway.models.lora import adapter_modules, add_adapters, initialise_adapters

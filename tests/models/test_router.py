@@ -6,8 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
-from headway.models.experts import use_experts
-from headway.models.router import RouterLoad
+from headway.models.experts import RouterLoad, use_experts
 from helpers.models import tiny_config
 
 

@@ -6,9 +6,9 @@ from copy import deepcopy
 import pytest
 import torch
 
-from headway.config.optim import MuonConfig
+from headway.config import OptimConfig
 from headway.optim import Optimizer
-from headway.optim.one_pass import numbers_of, update_
+from headway.optim.adamw import numbers_of, update_
 from headway.optim.optimizer import take_step
 
 LARGE = 2**13
@@ -125,12 +125,12 @@ def test_nan_stays_nan_whatever_its_bits():
 
 @pytest.fixture
 def takes_large_ones(monkeypatch):
-    monkeypatch.setattr("headway.optim.one_pass.ONE_PASS_FROM", LARGE)
+    monkeypatch.setattr("headway.optim.adamw.ONE_PASS_FROM", LARGE)
 
 
 def optimizer_of(parameters, held=None, updates=0):
     groups = [{"params": parameters, "rule": "adamw", "lr_factor": 1.0, "weight_decay": 0.1}]
-    optimizer = Optimizer(groups, lr=0.01, betas=(0.9, 0.95), eps=1e-8, muon=MuonConfig(), moment_type=held)
+    optimizer = Optimizer(groups, OptimConfig(steps=1, lr=0.01, betas=(0.9, 0.95), eps=1e-8, state=held or "auto"))
     optimizer.one_pass_on, optimizer.updates = "cpu", updates
     return optimizer
 
@@ -154,7 +154,7 @@ def test_an_optimizer_steps_skips_and_goes_on_with_the_kernel_as_without(held, m
     by_copies.one_pass_on = None
     launched = []
     monkeypatch.setattr(
-        "headway.optim.optimizer.update_",
+        "headway.optim.adamw.update_",
         lambda tensors, numbers, group, seed: (launched.append(seed), update_(tensors, numbers, group, seed)),
     )
     for number, norm in enumerate((1.0, math.nan, 1.0)):

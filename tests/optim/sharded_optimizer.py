@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from headway.config import OptimConfig
-from headway.config.optim import EmaConfig, MuonConfig
+from headway.config.optim import EmaConfig
 from headway.models.load import load_model
 from headway.optim import Optimizer, WeightAverage, make_optimizer, set_learning_rate
 from headway.tracing import trace
@@ -54,7 +54,7 @@ def muon():
         optimizers = [
             Optimizer(
                 [{"params": each, "rule": "muon", "lr_factor": 1.0, "weight_decay": 0.1}],
-                lr=0.02, betas=(0.9, 0.95), eps=1e-8, muon=MuonConfig(), moment_type=None,
+                OptimConfig(steps=1, lr=0.02, betas=(0.9, 0.95), eps=1e-8),
             )
             for each in (whole, parts)
         ]  # fmt: skip
@@ -82,7 +82,7 @@ def copies():
         ]
         optimizer = Optimizer(
             [{"params": parts, "rule": rule, "lr_factor": 1.0, "weight_decay": 0.1}],
-            lr=1e-3, betas=(0.9, 0.95), eps=1e-8, muon=MuonConfig(), moment_type=None,
+            OptimConfig(steps=1, lr=1e-3, betas=(0.9, 0.95), eps=1e-8),
         )  # fmt: skip
         for _ in range(3):
             for part in parts:

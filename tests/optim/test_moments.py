@@ -7,11 +7,9 @@ from torchao.optim.quant_utils import create_dynamic_map
 from torchao.optim.subclass_8bit import OptimState8bit
 
 from headway.config import OptimConfig
-from headway.config.optim import MuonConfig
 from headway.models.load import load_model
 from headway.optim import Optimizer, make_optimizer
-from headway.optim.moments import block_size, code_table
-from headway.optim.parts import round_stochastically_
+from headway.optim.parts import block_size, code_table, round_stochastically_
 from headway.tracing import trace
 from helpers.cases import some
 from helpers.models import tiny_config
@@ -21,7 +19,7 @@ CPU = torch.device("cpu")
 
 def adamw(parameter, held):
     groups = [{"params": [parameter], "rule": "adamw", "lr_factor": 1.0, "weight_decay": 0.1}]
-    return Optimizer(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, muon=MuonConfig(), moment_type=held)
+    return Optimizer(groups, OptimConfig(steps=1, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, state=held or "auto"))
 
 
 @pytest.mark.parametrize("signed", [True, False])
@@ -81,7 +79,7 @@ def test_moments_in_bfloat16_see_changes_below_half_a_step():
     """With beta2 = 0.999 a second moment moves by 0.1 % a step, and bfloat16 rounds 0.2 % away."""
     parameter = torch.nn.Parameter(torch.zeros(200, 100))
     groups = [{"params": [parameter], "rule": "adamw", "lr_factor": 1.0, "weight_decay": 0.0}]
-    optimizer = Optimizer(groups, lr=0.0, betas=(0.9, 0.999), eps=1e-8, muon=MuonConfig(), moment_type="bfloat16")
+    optimizer = Optimizer(groups, OptimConfig(steps=1, lr=1e-30, betas=(0.9, 0.999), eps=1e-8, state="bfloat16"))
     for _ in range(1500):
         parameter.grad = torch.ones_like(parameter)
         optimizer.step()
@@ -96,7 +94,7 @@ def test_moments_in_bfloat16_see_changes_below_half_a_step():
 def test_a_parameter_in_bfloat16_learns_from_steps_below_its_own():
     parameter = torch.nn.Parameter(torch.ones(100, 100, dtype=torch.bfloat16))
     groups = [{"params": [parameter], "rule": "adamw", "lr_factor": 1.0, "weight_decay": 0.0}]
-    optimizer = Optimizer(groups, lr=1e-4, betas=(0.9, 0.95), eps=1e-8, muon=MuonConfig(), moment_type="float32")
+    optimizer = Optimizer(groups, OptimConfig(steps=1, lr=1e-4, betas=(0.9, 0.95), eps=1e-8, state="float32"))
     for _ in range(50):
         parameter.grad = torch.ones_like(parameter)
         optimizer.step()

@@ -11,12 +11,11 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from fake_cuda.device import pretend_cuda
-from headway.config.optim import MuonConfig
-from headway.count.rows import Parameter
-from headway.count.updating import ONE_PASS_FROM, UpdateOf, update_bytes
+from headway.config import OptimConfig
+from headway.count.updating import ONE_PASS_FROM, UpdateOf, adamw_bytes
 from headway.models.parallel.ranks import Ranks
 from headway.optim import Optimizer
-from headway.optim.one_pass import fits_one_pass, numbers_of, why_not
+from headway.optim.adamw import fits_one_pass, numbers_of, why_not
 from headway.optim.optimizer import take_step
 from headway.optim.parts import round_stochastically_
 
@@ -26,7 +25,7 @@ GROUP = {"lr": 3e-4, "betas": (0.9, 0.999), "weight_decay": 0.1, "eps": 1e-8}
 
 def optimizer_of(parameters, held=None, rule="adamw"):
     groups = [{"params": parameters, "rule": rule, "lr_factor": 1.0, "weight_decay": 0.1}]
-    return Optimizer(groups, lr=0.01, betas=(0.9, 0.95), eps=1e-8, muon=MuonConfig(), moment_type=held)
+    return Optimizer(groups, OptimConfig(steps=1, lr=0.01, betas=(0.9, 0.95), eps=1e-8, state=held or "auto"))
 
 
 def test_large_parameters_whose_memory_is_whole_fit_one_pass():
@@ -107,29 +106,30 @@ def test_on_a_cpu_and_for_muon_nothing_is_chosen(on_cuda):
 
 def test_a_kernel_that_fails_says_why(monkeypatch):
     cpu, kinds = torch.device("cpu"), [(BF16, BF16)]
-    monkeypatch.setattr("headway.optim.one_pass.find_spec", lambda _: None)
+    monkeypatch.setattr("headway.optim.adamw.find_spec", lambda _: None)
     assert why_not(kinds, cpu) == "Triton is not installed"
-    monkeypatch.setattr("headway.optim.one_pass.find_spec", lambda _: True)
+    monkeypatch.setattr("headway.optim.adamw.find_spec", lambda _: True)
 
     def fails(*_):
         raise RuntimeError("at 8:4:\nno compiler")
 
-    monkeypatch.setattr("headway.optim.one_pass.update_", fails)
+    monkeypatch.setattr("headway.optim.adamw.update_", fails)
     assert why_not(kinds, cpu) == "it failed with RuntimeError: no compiler"
-    monkeypatch.setattr("headway.optim.one_pass.update_", lambda *_: None)
+    monkeypatch.setattr("headway.optim.adamw.update_", lambda *_: None)
     expected = "its result for torch.bfloat16 with moments in torch.bfloat16 is not that of PyTorch's AdamW"
     assert why_not(kinds, cpu) == expected
 
 
 def test_small_parameters_alone_are_planned_copies():
-    large, small = (Parameter("weight", numel, numel, "language.mlp") for numel in (ONE_PASS_FROM, ONE_PASS_FROM - 1))
+    sizes = (ONE_PASS_FROM, ONE_PASS_FROM - 1)
     for moment_bytes, one_pass, shards, expected in [
         (2, False, 1, 20 * (2 * ONE_PASS_FROM - 1)),
         (2, True, 1, 20 * (ONE_PASS_FROM - 1)),
         (2, True, 2, 20 * ONE_PASS_FROM),  # slices of which are small
         (1, True, 1, 27 * (2 * ONE_PASS_FROM - 1)),  # codes
     ]:
-        assert update_bytes([large, small], [], UpdateOf(2, moment_bytes, shards, one_pass)) == expected
+        held = [(-(-size // shards), size) for size in sizes]
+        assert adamw_bytes(held, UpdateOf(2, moment_bytes, shards, one_pass)) == expected
 
 
 def test_nan_of_any_bits_is_rounded_to_nan():

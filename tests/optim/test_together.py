@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from headway.config import OptimConfig
 from headway.config.optim import EmaConfig, MuonConfig
 from headway.optim import Optimizer, WeightAverage, parts
 from headway.optim.optimizer import take_step
@@ -30,7 +31,7 @@ def parameters_of(rule, dtype, shapes=SHAPES):
 
 def optimizer_of(parameters, rule, held, lr=1e-2):
     groups = [{"params": list(parameters), "rule": rule, "lr_factor": 1.0, "weight_decay": 0.1}]
-    return Optimizer(groups, lr=lr, betas=(0.9, 0.95), eps=1e-8, muon=MuonConfig(), moment_type=held)
+    return Optimizer(groups, OptimConfig(steps=1, lr=lr, betas=(0.9, 0.95), eps=1e-8, state=held or "auto"))
 
 
 def give_gradients(parameters, number, without=()):
@@ -216,7 +217,7 @@ def test_bfloat16_weights_near_one_keep_the_updates_of_a_small_learning_rate(hel
     """With lr 1e-5 an update is a 390th of a bfloat16 step below 1: rounding to nearest would lose all of them."""
     parameter = torch.nn.Parameter(torch.ones(400, 256, dtype=torch.bfloat16))
     groups = [{"params": [parameter], "rule": "adamw", "lr_factor": 1.0, "weight_decay": 0.0}]
-    optimizer = Optimizer(groups, lr=1e-5, betas=(0.9, 0.95), eps=1e-8, muon=MuonConfig(), moment_type=held)
+    optimizer = Optimizer(groups, OptimConfig(steps=1, lr=1e-5, betas=(0.9, 0.95), eps=1e-8, state=held or "auto"))
     theirs = torch.nn.Parameter(torch.ones(400, 256, dtype=torch.bfloat16))
     nearest = torch.optim.AdamW([theirs], lr=1e-5, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     steps = 60

@@ -169,7 +169,7 @@ def test_experts_over_processes_are_gathered_by_their_share():
     ("settings", "state"),
     [
         ({}, State()),
-        ({"name": "muon"}, State(muon=True)),
+        ({"name": "muon"}, State(rule="muon")),
         ({"state": "bfloat16"}, State(moment_bytes=2.0)),
         ({"state": "8bit"}, State(moment_bytes=1 + 4 / 256)),
     ],
@@ -196,7 +196,8 @@ import json, sys, torch
 from torch.distributed.tensor import DTensor
 from headway.models.load import load_model
 from headway.packing.mesh import MeshShape
-from headway.models.parallel import build_mesh, shard_model
+from headway.models.parallel.mesh import build_mesh
+from headway.models.parallel.shard import shard_model
 from headway.models.parallel.ranks import join_ranks
 from helpers.models import tiny_config
 join_ranks(torch.device("cpu"))

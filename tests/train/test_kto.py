@@ -23,9 +23,9 @@ from headway.models.attention import use_attention
 from headway.models.head import model_with_loss
 from headway.models.load import load_model, load_processor, rope_index
 from headway.models.parallel.ranks import Ranks
-from headway.models.pixel_patches import normalised
+from headway.models.video import normalised
 from headway.models.vision import vision_geometry
-from headway.objectives.preferences.held_out import preferring_of
+from headway.objectives.preferences.losses import Preferring
 from headway.objectives.preferences.objective import PackWeights
 from headway.objectives.preferences.reference import Scoring, with_reference
 from headway.objectives.preferences.rows import GradedRows, mismatched
@@ -88,7 +88,7 @@ def our_loss(model, reference, batch, settings):
     if settings["loss"] == "kto":
         of_policy, of_reference = (scoring.log_probabilities(batch.companion) for scoring in scorings)
         kl = (of_policy - of_reference).mean().clamp_min(0)
-    preferring = preferring_of(PreferenceConfig.model_validate(settings))
+    preferring = Preferring(PreferenceConfig.model_validate(settings))
     weights = PackWeights(preferring, batch, None, batch.answers.num_pairs, 1, kl)
     model.zero_grad()
     losses = scorings[0].model_with_loss

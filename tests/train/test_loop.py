@@ -17,7 +17,7 @@ from headway.data import Encoder, read_samples
 from headway.errors import CheckpointError, ConfigError, DataError, RunCompleteError, TraceError, TrainingError
 from headway.models.load import load_model, load_processor, rope_index
 from headway.models.parallel.ranks import Ranks
-from headway.models.pixel_patches import normalised
+from headway.models.video import normalised
 from headway.tracing import trace
 from headway.train.data import open_feed
 from headway.train.run import train

@@ -10,8 +10,7 @@ from torch import nn
 
 from headway.checkpoint import latest_checkpoint, training_tensors
 from headway.checkpoint.restore import read_tensors, saved_tensors
-from headway.config import parse_config
-from headway.config.optim import MuonConfig
+from headway.config import OptimConfig, parse_config
 from headway.errors import TrainingError
 from headway.optim import Optimizer
 from headway.optim.optimizer import take_step
@@ -21,7 +20,7 @@ from helpers.runs import read_metrics
 
 def optimizer_of(model, rule, held):
     groups = [{"params": list(model.parameters()), "rule": rule, "lr_factor": 1.0, "weight_decay": 0.1}]
-    return Optimizer(groups, lr=0.1, betas=(0.9, 0.95), eps=1e-8, muon=MuonConfig(), moment_type=held)
+    return Optimizer(groups, OptimConfig(steps=1, lr=0.1, betas=(0.9, 0.95), eps=1e-8, state=held or "auto"))
 
 
 @pytest.mark.parametrize(("rule", "held"), [("adamw", None), ("adamw", "bfloat16"), ("muon", None)])

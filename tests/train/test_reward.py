@@ -23,9 +23,8 @@ from headway.errors import ConfigError, UnknownModelError
 from headway.models.attention import use_attention
 from headway.models.head import model_with_loss
 from headway.models.load import load_model, load_model_config, load_processor
-from headway.models.pixel_patches import normalised
 from headway.models.scores import scoring_config
-from headway.objectives.preferences.held_out import preferring_of
+from headway.models.video import normalised
 from headway.objectives.preferences.losses import Preferring
 from headway.objectives.preferences.settings import PreferenceConfig
 from headway.tracing import trace
@@ -123,7 +122,8 @@ def test_a_score_is_read_at_the_last_token_that_is_no_padding():
     answers = Answers(*map(torch.tensor, ([0, 4], [4, 7], [1, 1], [0], [0], [1], [0])), counts=(2,))
     ids_T = torch.tensor([5, 6, 7, 0, 5, 8, 9, 0, 0])
     of = {
-        padding: Preferring("reward", None, padding=padding).of_slots(answers, ids_T).tolist() for padding in (None, 0)
+        padding: Preferring(PreferenceConfig(loss="reward"), padding).of_slots(answers, ids_T).tolist()
+        for padding in (None, 0)
     }
     assert of[None] == [2, 2, 2, 0, 2, 2, 1, 2, 2]
     assert of[0] == [2, 2, 0, 2, 2, 2, 1, 2, 2]
@@ -168,7 +168,7 @@ def our_scores(folder, data):
     tokenizer = location.base or (location.path if location.kind == "model" else f"{location.path}/model")
     samples, batch = packed(tokenizer, data, model)
     rows = [ids for sample in whole_answers(samples) for ids in sample.values()]
-    preferring = preferring_of(PreferenceConfig(loss="reward"))
+    preferring = Preferring(PreferenceConfig(loss="reward"))
     losses = model_with_loss(model, chunk=8)(batch.model_inputs(), batch.labels_1T[0])
     of_T = preferring.of_slots(batch.answers, batch.input_ids_1T[0])
     return rows, batch.answers.log_probabilities(losses.loss_T, of_T, None).tolist()

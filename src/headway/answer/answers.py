@@ -188,7 +188,6 @@ class GenerationEval:
         device: torch.device,
         autocast: Callable[[], AbstractContextManager[Any]],
     ) -> dict[int, list[int]]:
-        """Generate answers to the prompts of one pack; all processes stop after the same token."""
         texts = {i: self._prompts[i] for i in indices}
         new: dict[int, list[int]] = {i: [] for i in indices}
         going = list(indices)
@@ -226,7 +225,6 @@ class GenerationEval:
 
 
 def _small_picture(chat: Chat, max_pixels: int) -> str:
-    """The first picture of a chat for people, as JPEG in base64; "" without one."""
     if not chat.images:
         return ""
     with Picture(chat.images[0], chat.where, max_pixels) as picture:
@@ -238,7 +236,6 @@ def _small_picture(chat: Chat, max_pixels: int) -> str:
 
 
 def _is_drawn(chat: Chat) -> bool:
-    """True if the last answer is a picture and nothing else."""
     last = chat.messages[chat.answers[-1]] if chat.answers else None
     return last is not None and bool(last.parts) and all(isinstance(part, ImagePart) for part in last.parts)
 
@@ -266,7 +263,6 @@ def _last_answer(sample: EncodedSample) -> list[int]:
 
 
 def _longer(sample: EncodedSample, token: int) -> EncodedSample:
-    """Append a text token to a sample, at the next position on all axes."""
     position = int(sample.position_ids_RS.max()) + 1
     types, parts = sample.token_types_S, sample.parts
     return replace(

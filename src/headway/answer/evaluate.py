@@ -241,13 +241,7 @@ class EvalSet:
     def evaluate(
         self, model_with_loss: ModelWithLoss, device: torch.device, autocast: Autocast = nullcontext
     ) -> Evaluation:
-        """Judge every sample with the model's present weights.
-
-        Args:
-            model_with_loss: its model is put into evaluation mode for the time being.
-            device: where it lives.
-            autocast: context of the forward pass.
-        """
+        """Judge every sample with the model's present weights; the model is in evaluation mode for the time being."""
         model = model_with_loss.model
         was_training = model.training
         model.train(False)

@@ -169,7 +169,6 @@ class Generator:
         return inputs
 
     def _encoded(self, chat: Prompt) -> dict[str, Any]:
-        """Inputs of one chat with videos or sounds, as in training."""
         encoder = make_encoder(self._opened.processor, self._opened.model)
         answered = with_answer(chat)
         assert isinstance(answered, Chat)
@@ -199,7 +198,6 @@ class Generator:
         return next(int(token) for token in ids if token is not None)
 
     def _closing_tokens(self) -> set[int]:
-        """Tokens that end an answer: the model's own, the tokenizer's, and the chat template's."""
         settings: Any = self._opened.model.generation_config  # None where the model has none
         own_ends = None if settings is None else settings.eos_token_id
         ends = {self.tokenizer.eos_token_id, *(own_ends if isinstance(own_ends, list) else [own_ends])}
@@ -257,12 +255,7 @@ class AnswerGenerator(Protocol):
 
 
 def generator_of(opened: OpenedModel, device: torch.device) -> AnswerGenerator:
-    """Make the generator of answers: the model family's own, or `Generator`.
-
-    Args:
-        opened: the model.
-        device: where it lives.
-    """
+    """Make the generator of answers: the model family's own, or `Generator`."""
     make: Any = family_hook(opened.model.config, "generator") or Generator
     generator: AnswerGenerator = make(opened, device)
     return generator

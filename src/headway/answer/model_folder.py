@@ -123,7 +123,6 @@ def find_model(name: str, base: str | None = None, *, best: bool = False, averag
 
 
 def _newest_of(run: Path) -> Path:
-    """A run's newest model folder, or its newest checkpoint if that is newer."""
     exports, checkpoints = step_folders(run / EXPORTS), step_folders(run / CHECKPOINTS)
     if exports and (not checkpoints or int(exports[-1].name[5:]) >= int(checkpoints[-1].name[5:])):
         return exports[-1]
@@ -210,7 +209,6 @@ def open_model(
 def _of_checkpoint(
     checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, average: bool | None
 ) -> tuple[PreTrainedModel, bool]:
-    """A checkpoint's model, and whether it has the moving average of the weights."""
     model = load_model(checkpoint.model_folder, dtype=dtype, random_init=True, device="meta")
     if holds_adapters(checkpoint):
         add_saved_adapters(model, checkpoint.model_folder)

@@ -149,7 +149,6 @@ def _records(file: Path, step: int, config: TrainConfig, machine: Mapping[str, A
 
 
 def _stops_of(folder: Path) -> list[str]:
-    """The tokens that end an answer, by the generation settings beside the tokenizer; none where there are none."""
     files = (folder / "generation_config.json", folder / "tokenizer.json")
     settings, words = ((as_object(file.read_bytes()) if file.is_file() else None) or {} for file in files)
     names = {token["id"]: token["content"] for token in words.get("added_tokens", ())}
@@ -162,7 +161,6 @@ def _paths(config: TrainConfig) -> list[str]:
 
 
 def _hub_datasets(config: TrainConfig) -> list[str]:
-    """Names on the Hub of the datasets that were trained on; other places are not named."""
     names = (path.removeprefix(_ON_HUB).split("/") for path in _paths(config) if path.startswith(_ON_HUB))
     return list(dict.fromkeys("/".join(parts[:2]).partition("@")[0] for parts in names if len(parts) > 1))
 
@@ -172,7 +170,6 @@ def _name(path: str) -> str:
 
 
 def _hyperparameters(config: TrainConfig) -> dict[str, Any]:
-    """Settings that say how it was trained; none of them is a path."""
     raw, shown = config.to_dict(), {}
     for section, names in _SHOWN.items():
         more = settings_off_default(getattr(config, section)) if section in ("optim", "speed", "parallel") else ()
@@ -182,7 +179,6 @@ def _hyperparameters(config: TrainConfig) -> dict[str, Any]:
 
 
 def _base(config: TrainConfig) -> str | None:
-    """The model's name on the Hub, where it was trained from one."""
     path = config.model.path
     owner, slash, name = path.partition("/")
     is_name = bool(owner and slash and name) and "/" not in name and not owner.startswith((".", "~"))

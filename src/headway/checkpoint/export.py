@@ -231,7 +231,6 @@ def _layouts(model: PreTrainedModel, saved: Mapping[str, torch.Tensor]) -> dict[
 
 
 def _in_float32(part: Mapping[str, torch.Tensor], layouts: Mapping[str, ByteLayout]) -> dict[str, torch.Tensor]:
-    """Weights in the precision that adapters are added in."""
     return {
         name: layouts[name].dequantise(tensor, torch.float32) if name in layouts else _float32(tensor)
         for name, tensor in part.items()
@@ -251,7 +250,6 @@ def _dtype_of_learning(saved: Mapping[str, torch.Tensor]) -> torch.dtype:
 
 
 def _cast(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, names: set[str] | None) -> dict[str, torch.Tensor]:
-    """Cast floats, of these names alone if any are given."""
     return {
         name: tensor.to(dtype) if tensor.is_floating_point() and (names is None or name in names) else tensor
         for name, tensor in tensors.items()
@@ -275,8 +273,6 @@ def _write_described(
 
 
 class _WeightFiles:
-    """Safetensors files of bounded size, and their index where there are several."""
-
     def __init__(self, folder: Path, max_bytes: int, stem: str) -> None:
         self._folder, self._max_bytes, self._stem = folder, max_bytes, stem
         self._open: dict[str, torch.Tensor] = {}

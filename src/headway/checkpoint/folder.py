@@ -343,7 +343,6 @@ def publish(temporary: Path, folder: Path, keep: int, best: int | None = None) -
 
 
 def _skipped_in_a_row(folder: Path) -> int:
-    """Number of skipped updates just before a checkpoint; 1 if it cannot be read."""
     try:
         return int(open_checkpoint(folder).position().get(SKIPPED, 0))
     except (CheckpointError, OSError, ValueError):

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path, PurePath
@@ -118,8 +118,6 @@ class _HashingFiles(FsspecFiles):
 
 
 class _HashingStream(io.RawIOBase):
-    """A stream that hashes the bytes that it passes on."""
-
     def __init__(self, stream: Any) -> None:
         self._stream, self.num_bytes, self.sha256 = stream, 0, hashlib.sha256()
 
@@ -186,7 +184,7 @@ class CheckpointSaver:
         # Said of every save of a lone process; filters belong to the process, so the other thread is not to touch them.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         if self._asynchronous and goes_on:
-            contents = Contents(**{**vars(contents), "tensors": self._copies.take(contents.tensors)})
+            contents = replace(contents, tensors=self._copies.take(contents.tensors))
         self._in_flight = futures.Future()
         # A process that has lost the others must be able to end without waiting for what it writes with them.
         arguments = self._in_flight, step, contents
@@ -349,7 +347,6 @@ def _raise_any(failure: tuple[BaseException, Any] | None) -> None:
 
 
 def _reason(error: BaseException, folder: Path) -> str:
-    """Say in one line why writing to a folder failed."""
     if isinstance(error, CheckpointError):  # another process may have said so
         return first_line(error)
     return write_failure(error, folder) or first_line(error)

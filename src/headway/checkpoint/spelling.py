@@ -63,15 +63,10 @@ def keep_spelling(folder: Path, base: str, config: PreTrainedConfig) -> None:
 
 
 def respell_config(path: Path, base: Path, kind: type[PreTrainedConfig]) -> None:
-    """Add the keys of another configuration that the installed transformers has moved or dropped.
+    """Add the keys of another configuration, if it is there, that the installed transformers has moved or dropped.
 
     A key is added only if the installed transformers reads the same with it, so nothing that training changed comes
     back: a quantisation that is gone, say.
-
-    Args:
-        path: the configuration as it was saved.
-        base: the other one; without it nothing is added.
-        kind: class that reads them.
     """
     _merge(path, base, lambda raw: kind.from_dict(raw).to_dict())
 
@@ -140,7 +135,6 @@ def _with(written: Mapping[str, Any], additions: list[_Addition]) -> dict[str, A
 
 
 def _reading(reader: Callable[[dict[str, Any]], Any], raw: Mapping[str, Any]) -> str | None:
-    """All that is read of a configuration, as text; None if it cannot be read."""
     try:
         return json.dumps(reader(json.loads(json.dumps(raw))), sort_keys=True, default=str)
     except Exception:  # noqa: BLE001 - whatever a class raises on a key that it does not expect

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from headway.errors import CheckpointError
-from headway.models.parallel import local
+from headway.tracing.unwrap import local
 
 _ALIGNMENT = 64  # bytes; a cache line, and more than any element needs
 WEIGHTS, OPTIMIZER, AVERAGE = "model.", "optimizer.", "average."
@@ -32,13 +32,7 @@ class Average(Protocol):
 def training_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None, average: Average | None = None
 ) -> dict[str, torch.Tensor]:
-    """Every tensor that training changes, the live ones and by name; tied weights once.
-
-    Args:
-        model: its parameters and persistent buffers.
-        optimizer: what it keeps of each parameter that has had a gradient.
-        average: of the weights.
-    """
+    """Every tensor that training changes, the live ones and by name; tied weights once."""
     tensors = {WEIGHTS + name: tensor for name, tensor in model_tensors(model)}
     if optimizer is not None:
         for name, parameter in model.named_parameters():
@@ -133,15 +127,10 @@ def _spread_as(tensor: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
 
 
 def make_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, names: set[str]) -> None:
-    """Let the optimizer make its state of some parameters alone, without changing a weight.
+    """Let the optimizer make its state of the parameters of these names alone, without changing a weight.
 
     It takes a step of learning rate zero on gradients of zero, and only for the parameters asked for; so the state has
     the optimizer's own types, devices and spread.
-
-    Args:
-        model: whose parameters are optimised.
-        optimizer: fresh, or with state that is to be replaced.
-        names: of the parameters that are to have state.
     """
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:

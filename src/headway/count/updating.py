@@ -1,16 +1,16 @@
-"""Bytes that the optimizer works on while it updates, beside what is held from step to step.
+"""Rules by which an optimizer updates weights: the numbers that each keeps, and the bytes that it works on.
 
 What is held in float32 is updated in place, and so on CUDA are large parameters in bfloat16, by a kernel that makes one
-pass (`headway.optim.one_pass`). Anything else is copied to float32, as many values at a time as the optimizer's memory
-budget allows (`headway.optim.parts`), and rounded back.
+pass (`headway.optim.adamw`). Anything else is copied to float32, as many values at a time as the optimizer's memory
+budget allows (`headway.optim.parts`), and rounded back. `headway.optim.optimizer.UPDATES` has the updates themselves.
 """
 
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from headway.count import CostModel
-from headway.count.rows import Parameter, hidden_matrices
+from headway.count.rows import hidden_matrices
 from headway.count.units import remembered
 
 AT_ONCE = 2**24
@@ -40,64 +40,36 @@ class UpdateOf:
 
 
 Shape = tuple[int, int] | int
-"""Of a matrix, its inputs and outputs; of a stack of them, how many numbers it has."""
+"""Of a matrix, its inputs and outputs; of anything else, how many numbers it has."""
+
+Held = tuple[int, Shape]
+"""Numbers of a parameter that a process holds, and the parameter's shape."""
 
 
-@remembered
-def updating_of(cost_model: CostModel, in_slices: CostModel, muon: bool, of: UpdateOf) -> int:
-    """Add up the work space of a model's update.
+def adamw_bytes(parts: list[Held], of: UpdateOf) -> int:
+    """Bytes while AdamW works.
 
-    Args:
-        cost_model: of the model.
-        in_slices: the same, as processes hold it.
-        muon: whether Muon updates the matrices of hidden layers.
-        of: how weights and moments are held.
-    """
-    by_muon = hidden_matrices(cost_model.rows, cost_model.parameters) if muon else frozenset()
-    shapes = {f"{row.module}.weight": row.features for row in cost_model.rows if row.features}
-    trained = [p for p in in_slices.parameters if p.trainable]
-    matrices = ((p, shapes.get(p.name, p.numel)) for p in trained if p.name in by_muon)
-    return update_bytes((p for p in trained if p.name not in by_muon), matrices, of)
+    Of each value float32 copies of the weight and its gradient and of two moments, and what rounding one of them takes:
+    a random number for bfloat16; for codes the old ones of both moments, a quotient, its place in the table and the new
+    code.
 
-
-def update_bytes(by_adamw: Iterable[Parameter], by_muon: Iterable[tuple[Parameter, Shape]], of: UpdateOf) -> int:
-    """Add up the copies that an update works on.
-
-    Args:
-        by_adamw: parameters that AdamW updates.
-        by_muon: matrices of hidden layers that Muon updates, and their shapes.
-        of: how they are held.
-
-    >>> one = Parameter("weight", 2**20, 2**20, "language.mlp")
-    >>> update_bytes([one], [], UpdateOf(weight_bytes=4, moment_bytes=4, shards=1))
+    >>> adamw_bytes([(2**20, 2**20)], UpdateOf(weight_bytes=4, moment_bytes=4, shards=1))
     0
-    >>> update_bytes([one], [], UpdateOf(weight_bytes=2, moment_bytes=2, shards=1)) == 20 * 2**20
+    >>> adamw_bytes([(2**20, 2**20)], UpdateOf(weight_bytes=2, moment_bytes=2, shards=1)) == 20 * 2**20
     True
-    >>> update_bytes([one], [], UpdateOf(weight_bytes=2, moment_bytes=2, shards=1, one_pass=True))
+    >>> adamw_bytes([(2**20, 2**20)], UpdateOf(weight_bytes=2, moment_bytes=2, shards=1, one_pass=True))
     0
-    """
-    sizes = (-(-p.numel // of.shards) for p in by_adamw)
-    makes_one_pass = of.one_pass and of.moment_bytes >= _HALF  # the one pass reads no 8-bit moments
-    copied = sum(size for size in sizes if not (makes_one_pass and size >= ONE_PASS_FROM))
-    adamw = min(AT_ONCE, copied) * _bytes_by_adamw(of)
-    return max(adamw, _by_muon([(-(-p.numel // of.shards), shape) for p, shape in by_muon], of))
-
-
-def _bytes_by_adamw(of: UpdateOf) -> int:
-    """Bytes for each value worked on.
-
-    Float32 copies of the weight and its gradient and of two moments, and what rounding one of them takes: a random
-    number for bfloat16; for codes the old ones of both moments, a quotient, its place in the table and the new code.
     """
     if of.weight_bytes == _COPY and of.moment_bytes == _COPY:
         return 0
+    makes_one_pass = of.one_pass and of.moment_bytes >= _HALF  # the one pass reads no 8-bit moments
+    copied = sum(size for size, _ in parts if not (makes_one_pass and size >= ONE_PASS_FROM))
     copies = (2 * _COPY if of.weight_bytes < _COPY else 0) + (2 * _COPY if of.moment_bytes < _COPY else 0)
-    if of.moment_bytes < _HALF:
-        return copies + 3 * _CODE + 2 * _COPY
-    return copies + _COPY
+    rounding = 3 * _CODE + 2 * _COPY if of.moment_bytes < _HALF else _COPY
+    return min(AT_ONCE, copied) * (copies + rounding)
 
 
-def _by_muon(matrices: list[tuple[int, Shape]], of: UpdateOf) -> int:
+def muon_bytes(parts: list[Held], of: UpdateOf) -> int:
     """Bytes while Muon works, at the fullest of three points.
 
     Reading: momentum and gradient of as many values as are worked on at a time, in float32, and those of the group
@@ -105,12 +77,10 @@ def _by_muon(matrices: list[tuple[int, Shape]], of: UpdateOf) -> int:
     three of an iteration's products, in bfloat16. Its result is applied to float32 copies of the weights. While a full
     stack is, what was read last waits; so do all along, in bfloat16, the updates whose stack is not full yet.
     """
-    if not matrices:
-        return 0
     # values that are worked on at a time, and bfloat16 updates of the stacks that are not full yet
-    total = sum(size for size, _ in matrices)
+    total = sum(size for size, _ in parts)
     at_once = min(AT_ONCE, total)
-    counts = Counter(matrices)
+    counts = Counter(parts)
     waiting = _HALF * sum(min(count * size, AT_ONCE + size) for (size, _), count in counts.items())
     # reading: momentum and gradient, in float32; rounding takes a copy where momentum is held in less
     rounding = _COPY * at_once if of.moment_bytes < _COPY else 0
@@ -123,3 +93,60 @@ def _by_muon(matrices: list[tuple[int, Shape]], of: UpdateOf) -> int:
         applied = _HALF * values + 3 * _COPY * min(values, AT_ONCE)
         stacks.append(waiting_values + max(4 * _HALF * values, applied))
     return waiting + max(reading, *stacks)
+
+
+@dataclass(frozen=True)
+class UpdateRule:
+    """A rule of updating, a row of `RULES`.
+
+    Attributes:
+        moments: names of the numbers that it keeps of each weight, as the optimizer's state has them.
+        work: bytes that it works on, beside what is held from step to step.
+        only_matrices: whether it is for matrices of hidden layers; AdamW then updates the rest.
+        iterations: of Newton-Schulz on each matrix, three products each.
+    """
+
+    moments: tuple[str, ...]
+    work: Callable[[list[Held], UpdateOf], int]
+    only_matrices: bool = False
+    iterations: int = 0
+
+
+RULES: Mapping[str, UpdateRule] = {
+    "adamw": UpdateRule(("exp_avg", "exp_avg_sq"), adamw_bytes),
+    "muon": UpdateRule(("momentum_buffer",), muon_bytes, only_matrices=True, iterations=NEWTON_SCHULZ),
+}
+"""Rules by their names, which are those of `optim.name`."""
+
+
+def rules_of(cost_model: CostModel, name: str) -> dict[str, str]:
+    """Find the rule that updates each parameter of a model, by the parameter's name, where `optim.name` is `name`."""
+    if not RULES[name].only_matrices:
+        return {parameter.name: name for parameter in cost_model.parameters}
+    matrices = hidden_matrices(cost_model.rows, cost_model.parameters)
+    return {p.name: name if p.name in matrices else "adamw" for p in cost_model.parameters}
+
+
+@remembered
+def num_moments(cost_model: CostModel, rule: str) -> int:
+    """Numbers that the optimizer keeps of the weights that learn."""
+    rules = rules_of(cost_model, rule)
+    return sum(p.numel * len(RULES[rules[p.name]].moments) for p in cost_model.parameters if p.trainable)
+
+
+@remembered
+def updating_of(cost_model: CostModel, in_slices: CostModel, rule: str, of: UpdateOf) -> int:
+    """Add up the work space of a model's update.
+
+    Args:
+        cost_model: of the model.
+        in_slices: the same, as processes hold it.
+        rule: `optim.name`.
+        of: how weights and moments are held.
+    """
+    rules, parts = rules_of(cost_model, rule), defaultdict[str, list[Held]](list)
+    shapes = {f"{row.module}.weight": row.features for row in cost_model.rows if row.features}
+    for p in in_slices.parameters:
+        if p.trainable:
+            parts[rules[p.name]].append((-(-p.numel // of.shards), shapes.get(p.name, p.numel)))
+    return max((RULES[name].work(own, of) for name, own in parts.items()), default=0)

@@ -41,7 +41,7 @@ from headway.data.samples import (
 from headway.errors import foreign
 from headway.models.load import Processor, RopeIndex
 from headway.models.losses import IGNORED
-from headway.models.pixel_patches import Scale
+from headway.models.video import Scale
 from headway.packing.parts import Dropout
 from headway.packing.pieces import target_runs
 

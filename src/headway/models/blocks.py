@@ -1,4 +1,4 @@
-"""Parts of a model: its body, its decoder, and the blocks of its towers, each sharded and compiled as a unit."""
+"""Parts of a model: its body, decoder, experts, and the blocks of its towers, each sharded and compiled as a unit."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +8,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from headway.errors import ConfigError
+
+_OF_EXPERTS = ("has_gate", "has_bias", "is_transposed", "_apply_gate")  # attributes that transformers gives them
 
 
 @dataclass(frozen=True)
@@ -68,3 +70,12 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
     holds_head = decoder is model or any(part is head for part in decoder.modules())
     body: nn.Module = body_of(decoder) if holds_head else decoder
     return body
+
+
+def experts_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Find the experts that transformers dispatches, by their names in the model, in its order."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if all(hasattr(module, declared) for declared in _OF_EXPERTS)
+    }

@@ -209,7 +209,6 @@ def _own_forward(cls: type[nn.Module]) -> types.FunctionType:
 
 
 def _recomputed(module: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a forward that is recomputed in backward; each class of block has a code object, as in `_own_forward`."""
     checkpointed, key = module._gradient_checkpointing_func, (type(module), module._gradient_checkpointing_func)
 
     def recomputed(*args: Any, **kwargs: Any) -> Any:
@@ -249,7 +248,6 @@ def _alike(
 
 
 def _mark_dynamic(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """Mark the sizes that differ from pack to pack: slots, next to last in the hidden states, and segments."""
     hidden, *others = _tensors((*args, *kwargs.values()))
     slots = hidden.shape[-2]
     torch._dynamo.maybe_mark_dynamic(hidden, hidden.dim() - 2)

@@ -83,7 +83,6 @@ class _EmptyOnMeta(TorchFunctionMode):
 
 
 def _denoiser_of(folder: Path) -> Path:
-    """Find the folder of a pipeline's one model that takes latents and a time."""
     models = {
         name: entry[1]
         for name, entry in _read(folder / PIPELINE).items()

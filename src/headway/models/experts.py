@@ -1,15 +1,16 @@
 """The experts implementation "headway_experts": every slot's rows go to their experts in one grouped product each.
 
-Tensor letters: T slots, K experts a slot, S = T x K rows, E experts, D hidden size, F size inside an expert.
+Tensor letters: T slots, K experts a slot, S = T x K rows, E experts (of all layers where loads are counted), M layers
+with experts, D hidden size, F size inside an expert.
 
 transformers' models look their experts up in its `ExpertsInterface`, as they do attention. What distinguishes one
 model's experts from another's (a gate, biases, the layout of the weights) they declare there, and it is honoured here.
 Rows are sorted by expert and put back by index look-ups in both directions, so that no gradient is scattered: the
-result is the same on every run. `headway.models.parallel.experts` spreads experts over processes, and
-`headway.models.parallel.dispatch` carries slots there and back.
+result is the same on every run. `headway.models.parallel.experts` spreads experts over processes.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,27 +18,17 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
 from headway.errors import ConfigError
-from headway.models.grouped import grouped_linear, permute_rows
-from headway.models.parallel import local
-from headway.models.products import product_dtype
+from headway.models.blocks import experts_of
+from headway.models.products import grouped_linear, permute_rows, product_dtype
 from headway.models.quantised import layouts_of, multiply_rows
+from headway.tracing.unwrap import local
 
 NAME = "headway_experts"
-_DECLARED = ("has_gate", "has_bias", "is_transposed", "_apply_gate")
 
 
 def register_experts() -> None:
     """Make "headway_experts" known to transformers; calling it again changes nothing."""
     ExpertsInterface.register(NAME, run_experts)
-
-
-def experts_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Find the experts that transformers dispatches, by their names in the model, in its order."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if all(hasattr(module, declared) for declared in _DECLARED)
-    }
 
 
 def use_experts(model: PreTrainedModel, name: str = NAME) -> None:
@@ -129,3 +120,58 @@ def _product_dtype(module: Any, x: torch.Tensor) -> torch.dtype:
 def rows_per_expert(ends_E: torch.Tensor) -> torch.Tensor:
     """The rows of each expert, from where they end, shape (E,)."""
     return ends_E.diff(prepend=ends_E.new_zeros(1))
+
+
+class RouterSummary(NamedTuple):
+    """Balance of a step's routing over the experts.
+
+    Attributes:
+        max_over_mean: slots of a layer's busiest expert over the mean of its experts, averaged over layers; 1 is even.
+        worst_max_over_mean: the same of the worst layer.
+        unused: experts, over all layers, that no slot chose.
+    """
+
+    max_over_mean: float
+    worst_max_over_mean: float
+    unused: int
+
+
+class RouterLoad:
+    """Counts the slots that each expert of each layer is given while the model trains; no host waits for it.
+
+    Padding slots are routed and counted like others. A layer that is recomputed in the backward pass counts its slots
+    twice, which no ratio within the layer shows.
+
+    Args:
+        model: its experts run by one of Headway's implementations.
+        device: where they run.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        modules: list[Any] = list(experts_of(model).values())
+        sizes = [module.down_proj.shape[0] for module in modules]
+        self._load_E = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
+        size_M = torch.tensor(sizes, dtype=torch.int64)
+        self._layer_E = torch.repeat_interleave(torch.arange(len(sizes)), size_M).to(device)
+        self._size_M = size_M.to(device)
+        for module, load in zip(modules, torch.split(self._load_E, sizes), strict=True):
+            module.router_load = load
+
+    def take(self, sum_: Callable[[torch.Tensor], None]) -> torch.Tensor:
+        """Reduce the counts since the last call to the numbers of a `RouterSummary`, on the device.
+
+        Args:
+            sum_: replaces a tensor by its sum over the processes.
+
+        Returns:
+            Shape (3,), or (0,) where the model has no experts.
+        """
+        if not len(self._size_M):
+            return self._load_E.float()
+        sum_(self._load_E)
+        none_M = torch.zeros_like(self._size_M)
+        most_M = none_M.scatter_reduce(0, self._layer_E, self._load_E, "amax")
+        ratio_M = most_M / (none_M.scatter_add(0, self._layer_E, self._load_E) / self._size_M)
+        unused = (self._load_E == 0).sum()
+        self._load_E.zero_()
+        return torch.stack((ratio_M.mean(), ratio_M.amax(), unused))

@@ -306,7 +306,6 @@ def what_follows(model: PreTrainedModel, layer: nn.Module) -> AfterHead:
 
 @contextmanager
 def _instead(module: nn.Module, forward: Any) -> Iterator[None]:
-    """Replace a module's forward while entered."""
     before = vars(module).get("forward")
     module.forward = forward
     try:

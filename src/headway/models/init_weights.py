@@ -5,24 +5,19 @@ seed gives the same weights, bit for bit, on one process and on many, and no pro
 parameters in full.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 from transformers import initialization as init
 
 from headway.errors import ConfigError
-from headway.models.parallel import fill
-from headway.models.quantised import layouts_of
-
-Home = tuple[nn.Module, str]
-"""A module and the name of one of its own parameters."""
+from headway.models.parallel.mesh import fill
+from headway.models.quantised import ByteLayout, layouts_of
 
 
 @torch.no_grad()
@@ -73,50 +68,25 @@ def _walk(
     tied = [parameter for parameter in own.values() if parameter in done]
     for parameter in tied:
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers' rules leave it alone then
-    fresh = [(module, name) for name, parameter in own.items() if parameter not in done]
-    _fill(module, owner, device, dtype, path, fresh)
+    stand_ins = _StandIns(device, dtype)
+    fresh = {name: parameter for name, parameter in own.items() if parameter not in done}
+    for name, parameter in fresh.items():
+        value = stand_ins.of(parameter, layouts_of(module).get(name))
+        if value.is_floating_point():
+            value.fill_(torch.nan)
+    with stand_ins:
+        owner._init_weights(module)
+    for name, parameter in fresh.items():
+        _without_rule(stand_ins.of(parameter), owner, f"{path}{name}")
+    stand_ins.keep_slices()
     for parameter in tied:
         del parameter._is_hf_initialized  # type: ignore[attr-defined]
     done.update(own.values())
 
 
-def _fill(
-    module: nn.Module,
-    owner: Any,
-    device: torch.device,
-    dtype: torch.dtype | None,
-    path: str,
-    fresh: Sequence[Home],
-) -> None:
-    """Run a model's initialisation rule on a module, with whole tensors in place of sharded parameters meanwhile."""
-    full_tensors: dict[Home, torch.Tensor] = {}
-    for home, name in fresh:
-        parameter: Any = home._parameters[name]
-        shape, held_in = (None, None) if parameter is None else (parameter.shape, parameter.dtype)
-        drawn_in = dtype if dtype is not None and held_in is not None and held_in.is_floating_point else held_in
-        if name in layouts_of(home):  # bytes, of a weight that is drawn whole
-            shape, drawn_in = layouts_of(home)[name].shape, dtype or torch.float32
-        if shape is not None and (isinstance(parameter, DTensor) or drawn_in != held_in):
-            full_tensors[home, name] = torch.empty(shape, dtype=drawn_in, device=device)
-        value = full_tensors.get((home, name), parameter)
-        if value is not None and value.is_floating_point():
-            value.fill_(torch.nan)
-    before = _generator_state(device)
-    while True:
-        try:
-            with _standing_in(full_tensors), _SlicesAreTouched():
-                owner._init_weights(module)
-                for home, name in fresh:
-                    _without_rule(home._parameters[name], owner, f"{path}{name}")
-            return
-        except _Touched as touched:  # some rules fill the parameters of a module's children anew
-            _set_generator_state(device, before)
-            full_tensors[_home(module, touched.parameter)] = touched.parameter.full_tensor().to(device)
-
-
-def _without_rule(parameter: torch.Tensor | None, owner: Any, name: str) -> None:
+def _without_rule(parameter: torch.Tensor, owner: Any, name: str) -> None:
     """Draw a matrix that transformers forgets (the routers of Qwen3-Next) as it draws those of linear layers."""
-    if parameter is None or not parameter.is_floating_point() or not bool(parameter.isnan().any()):
+    if not parameter.is_floating_point() or not bool(parameter.isnan().any()):
         return
     if not name.endswith("weight") or parameter.ndim < 2:
         raise ConfigError(
@@ -126,53 +96,41 @@ def _without_rule(parameter: torch.Tensor | None, owner: Any, name: str) -> None
     init.normal_(parameter, std=owner.config.get_text_config().initializer_range)
 
 
-@contextmanager
-def _standing_in(full_tensors: Mapping[Home, torch.Tensor]) -> Iterator[None]:
-    """Put whole tensors in place of sharded parameters; afterwards copy this process's slices of them back."""
-    slices: dict[Home, Any] = {(module, name): module._parameters[name] for module, name in full_tensors}
-    try:
-        for (module, name), values in full_tensors.items():
-            module._parameters[name] = nn.Parameter(values, requires_grad=False)
-        yield
-        for (module, name), values in full_tensors.items():
-            layout = layouts_of(module).get(name)
-            fill(slices[module, name], values if layout is None else layout.quantise(values))
-    finally:
-        for (module, name), parameter in slices.items():
-            module._parameters[name] = parameter
+class _StandIns(TorchFunctionMode):
+    """Gives a rule whole tensors in place of sharded parameters, and of those that are drawn in another dtype.
 
+    Some rules fill the parameters of a module's children anew: these get their present values first.
+    """
 
-class _Touched(Exception):  # noqa: N818 - no error: it says what to make whole
-    def __init__(self, parameter: DTensor) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype | None) -> None:
         super().__init__()
-        self.parameter = parameter
+        self._device, self._dtype = device, dtype
+        self._whole: dict[torch.Tensor, tuple[torch.Tensor, ByteLayout | None]] = {}
 
+    def of(self, parameter: torch.Tensor, layout: ByteLayout | None = None) -> torch.Tensor:
+        """The tensor that is filled for a parameter, without values at first; the parameter itself if it can be."""
+        if parameter in self._whole:
+            return self._whole[parameter][0]
+        shape, drawn_in = parameter.shape, parameter.dtype
+        if self._dtype is not None and drawn_in.is_floating_point:
+            drawn_in = self._dtype
+        if layout is not None:  # bytes, of a weight that is drawn whole
+            shape, drawn_in = torch.Size(layout.shape), self._dtype or torch.float32
+        if not isinstance(parameter, DTensor) and drawn_in == parameter.dtype:
+            return parameter
+        self._whole[parameter] = torch.empty(shape, dtype=drawn_in, device=self._device), layout
+        return self._whole[parameter][0]
 
-class _SlicesAreTouched(TorchFunctionMode):
-    """Interrupts a rule before it touches a sharded parameter, whose slice would get other numbers than the whole."""
+    def keep_slices(self) -> None:
+        """Copy this process's slices of the whole tensors into the parameters."""
+        for parameter, (values, layout) in self._whole.items():
+            fill(parameter, values if layout is None else layout.quantise(values))
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") != "__get__":
-            for value in tree_leaves((args, kwargs)):
-                if isinstance(value, DTensor):
-                    raise _Touched(value)
-        return func(*args, **(kwargs or {}))
+    def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(torch.Tensor, self._filled, (args, kwargs or {}))
+        return func(*args, **kwargs)
 
-
-def _home(module: nn.Module, parameter: Any) -> Home:
-    for part in module.modules():
-        for name, own in part.named_parameters(recurse=False):
-            if own is parameter:
-                return part, name
-    raise AssertionError(f"{type(module).__name__} fills a parameter that is not below it")
-
-
-def _generator_state(device: torch.device) -> torch.Tensor:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-
-
-def _set_generator_state(device: torch.device, state: torch.Tensor) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)
+    def _filled(self, tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, DTensor) and tensor not in self._whole:
+            self._whole[tensor] = tensor.full_tensor().to(self._device), None
+        return self._whole[tensor][0] if tensor in self._whole else tensor

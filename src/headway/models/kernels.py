@@ -10,6 +10,15 @@ Liger's own per-architecture patches were looked at (0.8.5): they replace the cl
 leave the gated MLPs of some models as they are (Qwen3-VL's), and know a list of architectures. Here rotary functions
 alone are replaced for the whole process; each call of `use_kernels` first restores transformers' own, so that the model
 that was built last decides.
+
+With any kernels, products take the form and the widths that hardware is fast at. A vision tower whose processor cuts
+the patches begins with a convolution over inputs just as large as its kernel, so it has one position and is a linear
+layer with its weight written in more dimensions. Convolution libraries have no good algorithm for that: on two cores of
+a CPU it took 7 % of a step for 2 % of its FLOPs, on an H100 in bfloat16 seconds a call were reported
+(sgl-project/sglang-omni#539, huggingface/transformers#45750). And cuBLAS needs rows of 16 bytes or a multiple of it for
+its fast kernels, which in bfloat16 is a width that 8 divides; Qwen2.5-VL's tower has 3,420. Zero rows of the gate and
+of what it gates give zeros, silu(0) * 0, which zero columns of the closing projection take: results and gradients stay
+the same, and so do the parameters, as the zeros are put on in each forward.
 """
 
 import copy
@@ -28,8 +37,11 @@ from transformers import PreTrainedModel
 
 from headway.devices.cpu_products import use_fast_products
 from headway.errors import ConfigError
-from headway.models.products import PROJECTIONS, project_patches
+from headway.models.products import product_dtype
 
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+"""Of a gated MLP: gate, what it gates, and back."""
+_ROW_BYTES = 16
 _ROTARY = ("apply_rotary_pos_emb", "apply_rotary_pos_emb_vision")
 _replaced: dict[str, Callable[..., Any]] = {}  # transformers' own rotary functions while Liger's stand in, by full name
 
@@ -251,8 +263,6 @@ def _put_in(
 
 
 def _on_cuda(function: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a rotary function so that CUDA tensors in the standard layout go to Liger's kernel."""
-
     @functools.wraps(function)
     def rotate(
         q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args: Any, **kwargs: Any
@@ -262,3 +272,83 @@ def _on_cuda(function: Callable[..., Any], kernel: Callable[..., Any]) -> Callab
         return function(q, k, cos, sin, *args, **kwargs)
 
     return rotate
+
+
+class _Patches(nn.Module):
+    """A convolution that multiplies where its input is one position of the kernel."""
+
+    def forward(self, input: torch.Tensor) -> Any:  # noqa: A002  the name that torch gives it
+        conv: Any = self
+        if input.shape[2:] != conv.kernel_size:
+            return super().forward(input)
+        rows_PE = F.linear(input.flatten(1), conv.weight.flatten(1), conv.bias)
+        return rows_PE.view(*rows_PE.shape, *(1 for _ in conv.kernel_size))
+
+
+class _PatchConv2d(_Patches, nn.Conv2d):
+    pass
+
+
+class _PatchConv3d(_Patches, nn.Conv3d):
+    pass
+
+
+_MULTIPLYING: dict[type[nn.Module], Any] = {nn.Conv2d: _PatchConv2d, nn.Conv3d: _PatchConv3d}
+
+
+def project_patches(model: nn.Module) -> list[str]:
+    """Let convolutions run as matrix products where their input is a single patch; weights keep their shapes.
+
+    Returns:
+        Names of the modules that may do so.
+    """
+    names = []
+    for name, module in model.named_modules():
+        if type(module) not in _MULTIPLYING:
+            continue
+        assert isinstance(module, (nn.Conv2d, nn.Conv3d))
+        if module.groups == 1 and not any(module.padding) and set(module.dilation) == {1}:
+            module.__class__ = _MULTIPLYING[type(module)]
+            names.append(name)
+    return names
+
+
+def align_widths(mlps: Iterable[nn.Module], dtype: torch.dtype) -> tuple[str, ...]:
+    """Have gated MLPs compute in the next width whose rows are multiples of 16 bytes.
+
+    MLPs whose projections are anything but plain linear layers (adapters, float8) are left as they are.
+
+    Args:
+        mlps: as `gated_mlps` finds them; changed in place. Their parameters stay as they are, and each layer has the
+            features in and out of its product as `multiplied`.
+        dtype: of the products.
+
+    Returns:
+        What was changed, a line for each width.
+    """
+    multiple = _ROW_BYTES // dtype.itemsize
+    changed: dict[tuple[int, int], int] = {}
+    for module in mlps:
+        gate, up, down = (getattr(module, name) for name in PROJECTIONS)
+        more = -down.in_features % multiple
+        if more and all(type(layer) is nn.Linear for layer in (gate, up, down)):
+            widths = (down.in_features, down.in_features + more)
+            for layer, forward in ((gate, _more_outputs), (up, _more_outputs), (down, _more_inputs)):
+                layer.forward = functools.partial(forward, layer, more)
+            gate.multiplied = up.multiplied = (gate.in_features, widths[1])
+            down.multiplied = (widths[1], down.out_features)
+            changed[widths] = changed.get(widths, 0) + 1
+    return tuple(
+        f"{count} gated MLPs compute {wider:,} channels for {width:,}, of which the rest are zeros: rows of 16 bytes"
+        for (width, wider), count in changed.items()
+    )
+
+
+def _more_outputs(layer: nn.Linear, more: int, x: torch.Tensor) -> torch.Tensor:
+    dtype = product_dtype(x, layer.weight)
+    bias: nn.Parameter | None = layer.bias  # torch's annotation leaves None out
+    return F.linear(x, F.pad(layer.weight.to(dtype), (0, 0, 0, more)), None if bias is None else F.pad(bias, (0, more)))
+
+
+def _more_inputs(layer: nn.Linear, more: int, x: torch.Tensor) -> torch.Tensor:
+    return F.linear(x, F.pad(layer.weight.to(product_dtype(x, layer.weight)), (0, more)), layer.bias)

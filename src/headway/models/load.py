@@ -478,7 +478,6 @@ def _with_videos(processor_class: Any, name: str) -> Any:
 
 
 def _refuse_code(name: str, error: BaseException) -> None:
-    """Raise if transformers cannot open a model without running code that comes with it."""
     if isinstance(error, ValueError) and "trust_remote_code=True" in str(error):
         raise CheckpointError(
             f"The model {name} cannot be opened without running Python code that comes with it (its files name it "

@@ -26,7 +26,7 @@ from headway.count.adapters import NEW_ROWS, is_adapter, targets_of
 from headway.errors import CheckpointError, ConfigError, UsageError, errors_in, foreign
 from headway.models.foreign import check_adapters, matching_names
 from headway.models.new_rows import add_new_rows, initialise_new_rows, new_rows, resize, without_new_rows
-from headway.models.parallel import fill
+from headway.models.parallel.mesh import fill
 from headway.models.scores import SCORE, SCORE_WEIGHT, is_scorer
 from headway.version import install_command
 from headway.words import RUN_KEYS, Argument
@@ -327,7 +327,6 @@ def _holders(model: Any) -> list[str]:
 
 
 def _saved_ids(model: PreTrainedModel, saved: Any, folder: Path) -> list[int]:
-    """Ids of the tokens whose rows a folder of adapters holds."""
     lists = list(saved.values()) if isinstance(saved, dict) else [saved]
     ids = sorted(lists[0]) if lists and all(isinstance(tokens, list) for tokens in lists) else []
     hf_model: Any = model
@@ -346,7 +345,6 @@ def _saved_ids(model: PreTrainedModel, saved: Any, folder: Path) -> list[int]:
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield each module with an adapter, under the name that it has in the model without adapters."""
     for name, module in model.named_modules():
         if hasattr(module, "base_layer") and hasattr(module, "lora_A"):
             yield name, module

@@ -33,9 +33,11 @@ from headway.hub import located
 from headway.models.init_weights import to_memory
 from headway.models.load import check_weights, load_model, load_model_config, weights_of
 from headway.models.new_rows import embedding_rows, grown, vocabulary_names
-from headway.models.parallel import fill, local, own_classes
+from headway.models.parallel.mesh import fill
+from headway.models.parallel.shard import own_classes
 from headway.models.quantised import layouts_by_name
 from headway.models.scores import SCORE_WEIGHT, initialise_score, is_scorer
+from headway.tracing.unwrap import local
 
 
 def read_weights(

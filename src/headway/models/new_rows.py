@@ -26,7 +26,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from headway.count.adapters import NEW_ROWS
 from headway.errors import ConfigError
-from headway.models.parallel import fill
+from headway.models.parallel.mesh import fill
 
 SPREAD = 1e-9
 """Covariance of new rows, as a share of that of the old ones."""
@@ -135,12 +135,7 @@ class NewRows(nn.Embedding):
 
 
 def add_new_rows(model: PreTrainedModel, ids: Sequence[int]) -> None:
-    """Have the rows of some tokens learn beside frozen ones; they have no values yet.
-
-    Args:
-        model: changed in place; its embedding and head keep their class and parameters, beside which the rows stand.
-        ids: of the tokens, one after the other.
-    """
+    """Have the rows of tokens that follow one another learn beside the frozen ones; they have no values yet."""
     hf_model: Any = model
     embedding, head = hf_model.get_input_embeddings(), hf_model.get_output_embeddings()
     first, count = ids[0], len(ids)
@@ -160,8 +155,6 @@ def _attach(module: Any, rows: NewRows) -> None:
 
 
 class _Forward:
-    """The forward of an embedding or a head some of whose rows stand beside it."""
-
     def __init__(self, module: nn.Module, kind: Any) -> None:
         self.module, self.kind = module, kind
 
@@ -209,12 +202,7 @@ def without_new_rows(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def initialise_new_rows(model: nn.Module, device: torch.device | str) -> None:
-    """Give new rows that stand beside frozen ones their first values: those of the rows that they stand for.
-
-    Args:
-        model: with weights; sharded or not.
-        device: where rows go that are on the meta device.
-    """
+    """Give new rows that stand beside frozen ones the values of the rows that they stand for."""
     for _, module, rows in new_rows(model):
         if rows.weight.is_meta:
             rows.to_empty(device=device)

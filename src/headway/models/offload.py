@@ -33,13 +33,9 @@ PAGE = 32 * 2**20
 
 
 def offload_inputs(model: PreTrainedModel) -> int:
-    """Let inputs of recomputed blocks wait in the host's memory; after `recompute_blocks` and `compile_blocks`.
+    """Let inputs of recomputed blocks wait in the host's memory, and give the number of blocks.
 
-    Args:
-        model: its blocks are changed in place, before it is sharded.
-
-    Returns:
-        Number of blocks.
+    It comes after `recompute_blocks` and `compile_blocks`, and before the model is sharded.
     """
     store = InputStore()
     chosen = [block.module for block in blocks(model) if is_recomputed(block.module)]
@@ -185,7 +181,6 @@ class StoredInput:
             self._copied = None
 
     def _parts(self, tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Pair pages with what they hold of it, as bytes: part of the tensor, part of a page."""
         flat = tensor.view(-1).view(torch.uint8)
         for part, page in zip(flat.split(self._store.page_bytes), self._pages, strict=True):  # type: ignore[no-untyped-call]
             yield part, page[: len(part)]

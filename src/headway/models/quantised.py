@@ -1,9 +1,14 @@
-"""Frozen weights held in 4 or 8 bits, beside which adapters learn (QLoRA): `model.base`.
+"""Weights that do not learn, held in the dtype of their products, or in 4 or 8 bits (QLoRA): `model.base`.
 
-A weight becomes one tensor of bytes under its own name: codes, their scales, and the scales' factors. Products read the
-weight that the bytes stand for, in their own dtype; it is made for the product and let go of, and made again in
-backward, which needs it once more. So outputs and gradients are those of a model whose weights are the dequantised
-ones, bit for bit, and between products only the bytes are held.
+Autocast casts a weight for its product and keeps master weights of float32 for what learns. Of a weight that only
+products read, and that does not learn, nothing needs more than the copy: it is held in that dtype, the same numbers at
+half the bytes. What else reads a weight (an embedding that looks rows up, a norm) keeps its dtype on one process. FSDP2
+gathers all weights in the dtype of the products, so among several processes all that do not learn are held in it.
+
+In 4 or 8 bits a weight becomes one tensor of bytes under its own name: codes, their scales, and the scales' factors.
+Products read the weight that the bytes stand for, in their own dtype; it is made for the product and let go of, and
+made again in backward, which needs it once more. So outputs and gradients are those of a model whose weights are the
+dequantised ones, bit for bit, and between products only the bytes are held.
 
 Why not a library's tensor: torchao's NF4 (0.18, a prototype whose place moves) takes matrices alone, no stack of
 experts, shards only rows that divide evenly, and is closed to torch.compile; bitsandbytes' cannot be sharded by FSDP2,
@@ -26,9 +31,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from headway.count.quantised import AT_ONCE, BASES, BLOCK, SCALES, Base, matrix_bytes
+from headway.count import CostModel
+from headway.count.quantised import AT_ONCE, BASES, BLOCK, SCALES, Base, matrix_bytes, quantised_parameters
+from headway.count.units import product_weights
 from headway.devices.cpu_products import linear, product
-from headway.models.grouped import grouped_linear
+from headway.errors import ConfigError
+from headway.models.blocks import experts_of
+from headway.models.products import grouped_linear, product_dtype
 
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -73,14 +82,7 @@ class ByteLayout:
 
 
 def layouts_by_size(sizes: Mapping[str, tuple[torch.Size, torch.Size]]) -> dict[str, ByteLayout]:
-    """Find how tensors of bytes hold weights, all of them in one way, by what sizes they have.
-
-    Args:
-        sizes: shapes of the bytes and of the weight, by name.
-
-    Returns:
-        Nothing where no way has these sizes.
-    """
+    """Find how tensors of bytes hold weights, all in one way, by the shapes of both; nothing if no way fits."""
     for base in BASES:
         layouts = {name: ByteLayout(cast(Base, base), tuple(shape)) for name, (_, shape) in sizes.items()}
         if all(layouts[name].stored_shape == tuple(stored) for name, (stored, _) in sizes.items()):
@@ -110,13 +112,12 @@ class QuantisedLinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  the name that torch gives it
         """Multiply as a plain layer does whose weight is the dequantised one."""
-        device = input.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
+        dtype, layout = product_dtype(input, input), self.quantised["weight"]
         bias: nn.Parameter | None = self.bias  # torch's annotation leaves None out
-        layout = self.quantised["weight"]
-        multiply: Any = _Linear.apply  # torch leaves it untyped
+        bias_O = None if bias is None else bias.to(dtype)
+        multiply: Any = _Product.apply  # torch leaves it untyped
         x_TI = input.to(dtype).flatten(0, -2)
-        out_TO = multiply(x_TI, self.weight, None if bias is None else bias.to(dtype), layout.base, layout.shape)
+        out_TO = multiply("linear", x_TI, self.weight, bias_O, layout.base, layout.shape, False)
         return cast(torch.Tensor, out_TO.view(*input.shape[:-1], self.out_features))
 
 
@@ -125,15 +126,10 @@ def multiply_rows(
 ) -> torch.Tensor:
     """Multiply every row by its expert's matrix, as `grouped_linear` does with the dequantised ones.
 
-    Args:
-        rows_SD: sorted by expert, in the dtype of the product.
-        stored: bytes of the experts' matrices, a row for each expert of this process.
-        ends_E: where the rows of each expert end [rows].
-        layout: of the bytes.
-        is_transposed: as for `grouped_linear`.
+    `stored` has the bytes of the matrices of this process's experts, a row for each.
     """
-    multiply: Any = _Grouped.apply  # torch leaves it untyped
-    result: torch.Tensor = multiply(rows_SD, stored, ends_E, layout.base, layout.shape, is_transposed)
+    multiply: Any = _Product.apply  # torch leaves it untyped
+    result: torch.Tensor = multiply("grouped", rows_SD, stored, ends_E, layout.base, layout.shape, is_transposed)
     return result
 
 
@@ -147,6 +143,69 @@ def hold(model: nn.Module, layouts: dict[str, ByteLayout]) -> None:
         module.quantised = layouts_of(module) | {own: layout}
         if type(module) is nn.Linear:
             module.__class__ = QuantisedLinear
+
+
+def hold_frozen(
+    model: nn.Module, cost_model: CostModel, learning: torch.dtype, compute: torch.dtype, *, gathers: bool
+) -> None:
+    """Give weights that do not learn the dtype of the products, in place.
+
+    Args:
+        model: on the meta device, with adapters in place.
+        cost_model: traced from it.
+        learning: dtype of weights that learn.
+        compute: of the products.
+        gathers: whether FSDP2 gathers the weights.
+    """
+    names = product_weights(cost_model)
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad and parameter.dtype == learning and (gathers or name in names):
+            parameter.data = parameter.data.to(compute)
+
+
+def quantise_base(model: nn.Module, cost_model: CostModel, base: Base) -> tuple[str, ...]:
+    """Replace the weights of frozen linear layers and experts by bytes, in place and under the same names.
+
+    Args:
+        model: on the meta device, with adapters in place.
+        cost_model: traced from it; names the weights by what reads them.
+        base: how they are held.
+
+    Returns:
+        A note for the start of the run.
+
+    Raises:
+        ConfigError: there is nothing to hold so.
+    """
+    names = quantised_parameters(cost_model)
+    layouts = {name: ByteLayout(base, tuple(parameter.shape)) for name, parameter in _holdable(model) if name in names}
+    if not layouts:
+        raise ConfigError(
+            f"model.base {base!r} holds frozen linear layers of repeated blocks, and {type(model).__name__} has none "
+            "here. Take it out."
+        )
+    hold(model, layouts)
+    values = sum(math.prod(layout.shape) for layout in layouts.values())
+    num_bytes = sum(math.prod(layout.stored_shape) for layout in layouts.values())
+    return (
+        f"{len(layouts)} frozen weights of {values / 1e6:.2f} M parameters are held as {base}, in "
+        f"{8 * num_bytes / values:.2f} bits each",
+    )
+
+
+def _holdable(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Weights of plain linear layers, and what experts multiply by; those that two modules share are left out."""
+    uses: dict[int, int] = {}
+    for _, parameter in model.named_parameters(remove_duplicate=False):
+        uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+    experts = experts_of(model)
+    holders = {path: module for path, module in model.named_modules() if type(module) is nn.Linear or path in experts}
+    return [
+        (f"{path}.{name}", parameter)
+        for path, module in holders.items()
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.ndim > 1 and uses[id(parameter)] == 1
+    ]
 
 
 def _to_nf4(matrix: torch.Tensor) -> torch.Tensor:
@@ -189,7 +248,6 @@ def _from_nf4(stored: torch.Tensor, values: int, dtype: torch.dtype) -> torch.Te
 
 @functools.cache
 def _pairs(device: torch.device) -> torch.Tensor:
-    """Values of both codes of each byte, shape (256, 2)."""
     table = torch.tensor(NF4, device=device)
     return torch.stack([table.repeat_interleave(16), table.repeat(16)], 1)
 
@@ -218,49 +276,30 @@ def _divisor(scales: torch.Tensor) -> torch.Tensor:
     return torch.where(scales == 0, 1.0, scales)
 
 
-class _Linear(torch.autograd.Function):
-    """Rows times a weight that is held in bytes; only the bytes are kept for backward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x_TI: torch.Tensor, stored: torch.Tensor, bias_O: torch.Tensor | None, base: Base, shape: Any
-    ) -> torch.Tensor:
-        ctx.save_for_backward(stored)
-        ctx.layout = base, shape
-        return _run("linear", x_TI, stored, bias_O, base, shape)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_TO: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (stored,) = ctx.saved_tensors
-        grad = _run("product", grad_TO, stored, *ctx.layout) if ctx.needs_input_grad[0] else None
-        return grad, None, None, None, None
-
-
-class _Grouped(torch.autograd.Function):
-    """Rows times their experts' matrices, which are held in bytes."""
+class _Product(torch.autograd.Function):
+    """Rows times a weight, or their experts' matrices, held in bytes; only the bytes are kept for backward."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        rows_SD: torch.Tensor,
+        name: str,
+        rows: torch.Tensor,
         stored: torch.Tensor,
-        ends_E: torch.Tensor,
+        other: torch.Tensor | None,
         base: Base,
         shape: Any,
         turned: bool,
     ) -> torch.Tensor:
-        ctx.save_for_backward(stored, ends_E)
-        ctx.layout = base, shape, turned
-        return _run("grouped", rows_SD, stored, ends_E, base, shape, turned)
+        ctx.save_for_backward(stored, other if name == "grouped" else None)  # a bias plays no part in backward
+        ctx.settings = name, base, shape, turned
+        return _run(name, rows, stored, other, base, shape, turned)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_SF: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        stored, ends_E = ctx.saved_tensors
-        base, shape, turned = ctx.layout
-        grad = _run("grouped", grad_SF, stored, ends_E, base, shape, not turned) if ctx.needs_input_grad[0] else None
-        return grad, None, None, None, None, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (stored, ends_E), (name, base, shape, turned) = ctx.saved_tensors, ctx.settings
+        grad_rows = _run(name, grad, stored, ends_E, base, shape, not turned) if ctx.needs_input_grad[1] else None
+        return None, grad_rows, None, None, None, None, None
 
 
 def _run(name: str, *arguments: Any) -> torch.Tensor:
@@ -270,45 +309,31 @@ def _run(name: str, *arguments: Any) -> torch.Tensor:
     return result
 
 
-def _linear(x_TI: torch.Tensor, stored: torch.Tensor, bias_O: torch.Tensor | None, base: Base, shape: Any) -> Any:
-    return linear(x_TI, ByteLayout(base, tuple(shape)).dequantise(stored, x_TI.dtype), bias_O)
-
-
-def _product(grad_TO: torch.Tensor, stored: torch.Tensor, base: Base, shape: Any) -> torch.Tensor:
-    return product(grad_TO, ByteLayout(base, tuple(shape)).dequantise(stored, grad_TO.dtype))
+def _linear(
+    rows: torch.Tensor, stored: torch.Tensor, bias_O: torch.Tensor | None, base: Base, shape: Any, turned: bool
+) -> torch.Tensor:
+    weight_OI = ByteLayout(base, tuple(shape)).dequantise(stored, rows.dtype)
+    return product(rows, weight_OI) if turned else linear(rows, weight_OI, bias_O)
 
 
 def _grouped(
-    rows_SD: torch.Tensor, stored: torch.Tensor, ends_E: torch.Tensor, base: Base, shape: Any, turned: bool
+    rows: torch.Tensor, stored: torch.Tensor, ends_E: torch.Tensor, base: Base, shape: Any, turned: bool
 ) -> torch.Tensor:
-    weight = ByteLayout(base, tuple(shape)).dequantise(stored, rows_SD.dtype)
-    return grouped_linear(rows_SD.contiguous(), weight, ends_E, is_transposed=turned)
+    weight = ByteLayout(base, tuple(shape)).dequantise(stored, rows.dtype)
+    return grouped_linear(rows.contiguous(), weight, ends_E, is_transposed=turned)
 
 
-_PRODUCTS: dict[str, Callable[..., Any]] = {"linear": _linear, "product": _product, "grouped": _grouped}
-for _name, _signature in {
-    "linear": "(Tensor x, Tensor stored, Tensor? bias, str base, int[] shape) -> Tensor",
-    "product": "(Tensor grad, Tensor stored, str base, int[] shape) -> Tensor",
-    "grouped": "(Tensor rows, Tensor stored, Tensor ends, str base, int[] shape, bool turned) -> Tensor",
-}.items():
-    torch.library.define(f"headway::quantised_{_name}", _signature)
-    torch.library.impl(f"headway::quantised_{_name}", ("CPU", "CUDA"), _PRODUCTS[_name])
-
-
-def _linear_of_shapes(x_TI: torch.Tensor, _stored: torch.Tensor, _bias: Any, _base: str, shape: Any) -> torch.Tensor:
-    return x_TI.new_empty(x_TI.shape[0], shape[0])
-
-
-def _product_of_shapes(grad_TO: torch.Tensor, _stored: torch.Tensor, _base: str, shape: Any) -> torch.Tensor:
-    return grad_TO.new_empty(grad_TO.shape[0], shape[1])
-
-
-def _grouped_of_shapes(
-    rows_SD: torch.Tensor, _stored: torch.Tensor, _ends: Any, _base: str, shape: Any, turned: bool
+def _shapes(
+    rows: torch.Tensor, _stored: torch.Tensor, _other: Any, _base: str, shape: Any, turned: bool
 ) -> torch.Tensor:
-    return rows_SD.new_empty(rows_SD.shape[0], shape[2 if turned else 1])
+    return rows.new_empty(rows.shape[0], shape[-1 if turned else -2])
 
 
-torch.library.register_fake("headway::quantised_linear", _linear_of_shapes)
-torch.library.register_fake("headway::quantised_product", _product_of_shapes)
-torch.library.register_fake("headway::quantised_grouped", _grouped_of_shapes)
+_PRODUCTS: dict[str, Callable[..., torch.Tensor]] = {"linear": _linear, "grouped": _grouped}
+for _name, _function in _PRODUCTS.items():
+    torch.library.define(
+        f"headway::quantised_{_name}",
+        "(Tensor rows, Tensor stored, Tensor? other, str base, int[] shape, bool turned) -> Tensor",
+    )
+    torch.library.impl(f"headway::quantised_{_name}", ("CPU", "CUDA"), _function)
+    torch.library.register_fake(f"headway::quantised_{_name}", _shapes)

@@ -29,7 +29,6 @@ from headway.count.recompute import ATTENTION, kept_layers, recomputed_blocks
 from headway.count.rows import Row
 from headway.errors import ConfigError, UsageError
 from headway.models.blocks import blocks
-from headway.models.products import multiplied_sizes
 
 # Forwards of attention, each of which gives its output and the log-sum-exp that its backward reads. Whatever of them a
 # model comes to run is kept: packs run the first five, rows of a batch PyTorch's own.
@@ -99,7 +98,7 @@ def recompute_blocks(
         module: Any = modules[name]
         module.gradient_checkpointing = True
         layers = {row.module: row.features for row in layers_kept[name] if row.features}
-        sizes = (multiplied_sizes(model.get_submodule(path), features) for path, features in layers.items())
+        sizes = (vars(model.get_submodule(path)).get("multiplied", features) for path, features in layers.items())
         module._gradient_checkpointing_func = checkpointed_but(ATTENTION in kinds, frozenset(sizes))
     return tuple(chosen)
 
@@ -140,8 +139,6 @@ def checkpointed_but(attention: bool, products: Sizes = frozenset()) -> Callable
 
 @dataclass(frozen=True)
 class _Policy:
-    """Says of each operation of a block whether its result is kept."""
-
     attention: bool
     products: Sizes
 

@@ -230,7 +230,6 @@ def _run(
 
 
 def _pieces(pack: RunningPack, positions_RT: torch.Tensor, function_of: Callable[[int], bytes]) -> list[_Piece]:
-    """The slots of this process by what turns them, as few pieces as there can be."""
     spans = pack.spans(positions_RT)
     if spans[-1][1] != positions_RT.shape[-1]:
         raise ConfigError(_NO_BOUNDARIES_MESSAGE)

@@ -14,7 +14,7 @@ from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
 from headway.errors import UnknownModelError
-from headway.models.parallel import fill
+from headway.models.parallel.mesh import fill
 
 SCORE = "score"
 """Name of the output layer."""
@@ -45,15 +45,7 @@ def is_scorer(config: PreTrainedConfig) -> bool:
 
 
 def name_padding(config: PreTrainedConfig, tokenizer: Any) -> int:
-    """Have a reward model's configuration name the token that pads, as it needs to score several texts at once.
-
-    Args:
-        config: changed in place where it names none.
-        tokenizer: of the model; its own padding, or else what ends a text.
-
-    Returns:
-        The token.
-    """
+    """Have a reward model's configuration name the token that pads, which several texts need; give the token."""
     text = config.get_text_config()
     if text.pad_token_id is None:
         text.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
@@ -61,7 +53,6 @@ def name_padding(config: PreTrainedConfig, tokenizer: Any) -> int:
 
 
 def _class_of(config: PreTrainedConfig) -> Any:
-    """The family's class that scores tokens; None where there is none."""
     mapping: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
     scorer = mapping.get(type(config), None)
     return scorer if scorer is not None and issubclass(scorer, GenericForSequenceClassification) else None

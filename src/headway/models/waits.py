@@ -206,13 +206,10 @@ def segments_of(boundaries_N: torch.Tensor, positions_RT: torch.Tensor) -> Segme
 
 
 def keep_on_host(model: nn.Module) -> None:
-    """Keep FSDP2 from copying a sharded model's host tensors to the device.
+    """Keep FSDP2 from copying a sharded model's host tensors to the device; after `answer_ahead`.
 
     FSDP2 copies all tensors among the arguments to its device. Grids are only listed by the model, so each would be
     copied twice, and the host would wait.
-
-    Args:
-        model: sharded; `answer_ahead` was called before.
     """
     model.register_forward_pre_hook(_hide, prepend=True, with_kwargs=True)
 
@@ -265,8 +262,6 @@ def _that_look_for_placeholders(model: Any) -> list[Any]:
 
 
 def _placed(find: Callable[..., Any], placeholders: Placeholders) -> Callable[..., Any]:
-    """Replace a model's `get_placeholder_mask` by one that answers from the known placeholders."""
-
     def masks(*args: Any, **kwargs: Any) -> tuple[PlacedMask, PlacedMask]:
         cached_masks = functools.cache(lambda: find(*args, **kwargs))
         return PlacedMask(placeholders.images, lambda: cached_masks()[0]), PlacedMask(

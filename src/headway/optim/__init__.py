@@ -1,8 +1,8 @@
 """The optimizer: frozen parts, parameter groups, AdamW and Muon, learning rates, and averaged weights.
 
-`schedule.py` the learning rate of a step; `groups.py` what learns, and who shares settings;
-`optimizer.py` AdamW and Muon as one optimizer; `muon.py` Muon's matrices across processes; `moments.py` how moments are
-held; `one_pass.py` AdamW over bfloat16 by one kernel, `parts.py` over copies; `ema.py` the average of the weights.
+`groups.py` what learns, and who shares settings; `optimizer.py` a step of all of it, by the rules of
+`headway.count.updating`, and its learning rate; `adamw.py` and `muon.py` the update of a rule; `parts.py` weights and
+moments as they are held and as they are worked on; `ema.py` the average of the weights.
 """
 
 from headway.optim.ema import WeightAverage
@@ -15,8 +15,7 @@ from headway.optim.groups import (
     rows_for_new_tokens,
     with_new_rows,
 )
-from headway.optim.optimizer import Optimizer, make_optimizer, set_learning_rate, take_step
-from headway.optim.schedule import learning_rate
+from headway.optim.optimizer import Optimizer, learning_rate, make_optimizer, set_learning_rate, take_step
 
 __all__ = [
     "Optimizer",

@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from headway.config.optim import EmaConfig
-from headway.models.parallel import local
 from headway.optim.parts import Values, cut_parameters
+from headway.tracing.unwrap import local
 
 
 class WeightAverage:

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from headway.config import ModelConfig, OptimConfig
 from headway.config.optim import factor_of
 from headway.count import CostModel
-from headway.count.rows import hidden_matrices
+from headway.count.updating import RULES, rules_of
 from headway.data.new_tokens import NewIds, NewTokens, new_ids
 from headway.errors import ConfigError, UsageError, errors_in
 from headway.models.load import named_config
@@ -20,8 +20,6 @@ from headway.models.scores import scoring_config
 from headway.tracing import trace
 from headway.tracing.build import model_on_shapes
 from headway.words import RUN_KEYS
-
-Rule = Literal["adamw", "muon"]
 
 
 def freeze(model: nn.Module, cost_model: CostModel, patterns: Sequence[str]) -> CostModel:
@@ -141,25 +139,23 @@ def parameter_groups(model: nn.Module, optim: OptimConfig, cost_model: CostModel
 
     Raises:
         ConfigError: a pattern of `optim.lr_of` matches nothing, nothing that learns, or nothing that no later pattern
-            matches; or Muon finds no matrix.
+            matches; or a rule for matrices finds none.
     """
-    by_muon = hidden_matrices(cost_model.rows, cost_model.parameters) if optim.name == "muon" else frozenset()
-    rates = _rates(model, optim, cost_model)
-    groups: dict[tuple[Rule, float, float], list[nn.Parameter]] = {}
+    rules, rates = rules_of(cost_model, optim.name), _rates(model, optim, cost_model)
+    groups: dict[tuple[str, float, float], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        rule: Rule = "muon" if name in by_muon else "adamw"
-        own = optim.muon.lr if rule == "muon" else None
-        rate = rates.get(name)
+        rule, rate = rules.get(name, "adamw"), rates.get(name)
+        own = getattr(getattr(optim, rule, None), "lr", None)  # a rate of the section that has the name of the rule
         factor = 1.0 if own is None else own / optim.lr
         if rate is not None:
             factor = factor_of(rate, optim.lr) * (factor if isinstance(rate, str) else 1.0)
         decay = optim.weight_decay if parameter.ndim >= 2 else 0.0
         groups.setdefault((rule, factor, decay), []).append(parameter)
-    if optim.name == "muon" and not any(rule == "muon" for rule, _, _ in groups):
+    if RULES[optim.name].only_matrices and not any(rule == optim.name for rule, _, _ in groups):
         raise ConfigError(
-            f"optim.name is 'muon', but no matrix of a hidden layer of {cost_model.name} learns; use 'adamw'."
+            f"optim.name is {optim.name!r}, but no matrix of a hidden layer of {cost_model.name} learns; use 'adamw'."
         )
     return [
         {"params": params, "rule": rule, "lr_factor": factor, "weight_decay": decay}

@@ -20,12 +20,51 @@ from torch.distributed.tensor import DTensor, Shard
 
 from headway.count.updating import AT_ONCE, NEWTON_SCHULZ
 from headway.errors import ConfigError
-from headway.optim.parts import laid_as
+from headway.optim.parts import Update, Values, cut_parameters, laid_as, open_moment
+from headway.tracing.unwrap import local
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _EPS = 1e-7
 _Alike = list[tuple[torch.Tensor, torch.Tensor]]  # parameters of one shape, each with its update
 _IN_FLIGHT = 2  # swaps under way at a time: one arrives while the one before is computed
+
+
+def update(step: Update) -> None:
+    """Run Muon on the parameters of a group."""
+    lr, decay, muon = step.group["lr"], 1.0 - step.group["lr"] * step.group["weight_decay"], step.settings.muon
+    for updates in orthogonalised(_momenta(step, muon.momentum)):
+        directions, (parameter, _) = dict(updates), updates[0]
+        noise, scale = step.noise_of(parameter, stream=1), step_scale(parameter.shape, muon.scale)
+        for parts in cut_parameters(directions):
+            weights = Values([part.of(part.parameter) for part in parts], copied=True)
+            direction = Values([part.of(directions[part.parameter].contiguous()) for part in parts], copied=True)
+            weight = (weights.flat * decay).sub_(direction.flat, alpha=lr * scale)
+            weights.put(weight if step.skip is None else torch.where(step.skip, weights.flat, weight))
+            weights.write(noise, step.skip)
+
+
+def _momenta(step: Update, decay: float) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the parameters with this process's part of the update before orthogonalisation, in bfloat16."""
+    for first, groups in step.lists(step.states):
+        noise, updates = step.noise_of(first, stream=0), []
+        for parts in groups:
+            states = [step.states[part.parameter] for part in parts]
+            momentum = open_moment(states, "momentum_buffer", parts, signed=True, copied=True)
+            gradients = Values([part.gradient for part in parts], copied=True)
+            gradients.scale(step.factor)
+            # momentum, and Nesterov's step further, both in float32
+            if step.skip is not None:  # the mean of a number and itself is that number
+                gradients.put(torch.where(step.skip, momentum.flat, gradients.flat))
+            momentum.flat.lerp_(gradients.flat, 1.0 - decay)
+            direction = gradients.flat.lerp_(momentum.flat, decay).to(torch.bfloat16)
+            momentum.write(noise, step.skip)
+            # a parameter that was cut is put together again
+            for part, values in zip(parts, laid_as(gradients.parts, direction), strict=True):
+                updates.append(values)
+                if part.is_last:
+                    update_of_all = updates[0] if len(updates) == 1 else torch.cat(updates)
+                    updates = []
+                    yield part.parameter, update_of_all.view(local(part.parameter).shape)
 
 
 def newton_schulz(matrices: torch.Tensor) -> torch.Tensor:
@@ -106,7 +145,6 @@ def orthogonalised(
 
 
 def _all_here(alike: _Alike) -> _Alike:
-    """Orthogonalise updates of one shape that this process holds whole."""
     parameter, first = alike[0]
     matrices = torch.cat([update.view(-1, *update.shape[-2:]) for _, update in alike]).to(_device(parameter))
     results = _by_stacks(matrices).to(first.device).reshape(-1)
@@ -115,7 +153,6 @@ def _all_here(alike: _Alike) -> _Alike:
 
 
 def _by_stacks(matrices_NAB: torch.Tensor) -> torch.Tensor:
-    """Run Newton-Schulz on stacks of matrices that fit the optimizer's memory budget."""
     if len(matrices_NAB) == 0:
         return matrices_NAB
     at_once = max(1, AT_ONCE // matrices_NAB[0].numel())
@@ -147,7 +184,6 @@ class _Layout:
 
 
 def _layout(parameter: torch.Tensor) -> _Layout | None:
-    """Sharding of a parameter's matrices; None where this process holds whole ones."""
     if not isinstance(parameter, DTensor):
         return None
     mesh = parameter.device_mesh

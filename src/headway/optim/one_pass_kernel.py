@@ -1,4 +1,4 @@
-"""AdamW in one pass over memory, in Triton; `headway.optim.one_pass` says when it runs, and launches it.
+"""AdamW in one pass over memory, in Triton; `headway.optim.adamw` says when it runs, and launches it.
 
 Importing this file needs Triton. Letters: V values of half a block.
 """
@@ -10,7 +10,7 @@ HALF = 1024
 """Values that a program takes at a time: 8 of each of 128 threads, 16 bytes in bfloat16. It does so twice."""
 
 NUMBERS = ("rate", "root", "decay", "skip", "factor")
-"""Numbers of a parameter's step, on the device: see `headway.optim.one_pass.numbers_of`."""
+"""Numbers of a parameter's step, on the device: see `headway.optim.adamw.numbers_of`."""
 
 # The fewest with which no statistical test of TestU01's BigCrush fails.
 # Source: Philox4x32, Salmon et al., SC 2011 (doi:10.1145/2063384.2063405), table 2.

@@ -1,8 +1,8 @@
 """Bytes that no pack changes: weights as they are held and gathered, and the additions of their update.
 
 What learns is held as the optimizer sees it. What does not is held in the dtype of the products, where only products
-read it or FSDP2 gathers it in that (`headway.models.frozen`), or in 4 or 8 bits (`headway.models.quantised`). FSDP2
-gathers those bits as they are, the weights of layers converted to float8 in that (`headway.models.float8`), and all
+read it or FSDP2 gathers it in that (`headway.models.quantised`), or in 4 or 8 bits (`headway.models.quantised`). FSDP2
+gathers those bits as they are, the weights of layers converted to float8 in that (`headway.models.precision`), and all
 others in the dtype of the products.
 """
 
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from headway.count import CostModel
 from headway.count.activations import SavedActivations
 from headway.count.quantised import AT_ONCE, Base, matrix_bytes, quantised_parameters
-from headway.count.rows import Parameter, hidden_matrices
+from headway.count.rows import Parameter
 from headway.count.units import block_of, head_features, product_weights, remembered, unit_names
-from headway.count.updating import UpdateOf, updating_of
+from headway.count.updating import UpdateOf, num_moments, updating_of
 from headway.predict.moments import BFLOAT16, FLOAT32
 from headway.predict.slices import SPREAD, float8_weights, rows_of, spread_over
 
@@ -44,7 +44,7 @@ class State:
     weight_bytes: int = FLOAT32  # bytes of a weight as the optimizer sees it
     compute_bytes: int = BFLOAT16  # bytes of a weight as matrix products see it
     moment_bytes: float = FLOAT32  # bytes of an optimizer moment; 8-bit codes and their scales are 1 + 4 / 256
-    muon: bool = False  # whether matrices of hidden layers have one moment instead of two
+    rule: str = "adamw"  # a rule of updating, a name in `headway.count.updating.RULES`
     clips: bool = True  # whether gradients are scaled to a norm
     averaged: bool = False  # whether there is a moving average of the weights that learn, in float32
     average_every: int = 1  # steps between its updates
@@ -212,12 +212,12 @@ class Fixed:
         of_weights, of_base = held_bytes(cost_model, in_slices, Holding.of(state, sharing))
         weights, base = shared(of_weights, sharing), shared(of_base, sharing)
         gradients = shared(state.weight_bytes * learning, sharing)
-        optimizer = shared(state.moment_bytes * num_moments(in_slices, muon=state.muon), sharing)
+        optimizer = shared(state.moment_bytes * num_moments(in_slices, state.rule), sharing)
         average = shared(FLOAT32 * learning if state.averaged else 0, sharing)
         if sharing.offload:  # the host updates too
             return Fixed(0, 0, 0, 0, 0, 0, host=weights + base + gradients + optimizer + average)
         storage = UpdateOf(state.weight_bytes, state.moment_bytes, sharing.shards, state.one_pass)
-        updating = updating_of(cost_model, in_slices, state.muon, storage)
+        updating = updating_of(cost_model, in_slices, state.rule, storage)
         return Fixed(weights, base, gradients, optimizer, average, updating)
 
     def built(self) -> dict[str, int]:
@@ -228,13 +228,6 @@ class Fixed:
         """Parts at an update: all gradients, the optimizer state in work, and copies that the optimizer works on."""
         work = {"gradients": self.gradients, "optimizer": self.optimizer, "updating": self.updating}
         return {**self.built(), **work}
-
-
-@remembered
-def num_moments(cost_model: CostModel, *, muon: bool) -> int:
-    """Numbers that the optimizer keeps of the weights that learn: two each, one of a matrix that Muon updates."""
-    by_muon = hidden_matrices(cost_model.rows, cost_model.parameters) if muon else frozenset()
-    return sum(p.numel * (1 if p.name in by_muon else 2) for p in cost_model.parameters if p.trainable)
 
 
 def shared(num_bytes: float, sharing: Sharing) -> int:

@@ -12,7 +12,7 @@ from headway.predict.slices import rows_of
 Update = Literal["separate", "one pass"]
 """Kernels of an optimizer for numbers in other types than float32: one for each operation, or one for all."""
 UPDATE: Update = "one pass"
-"""Kernels of `headway.optim` on CUDA (`optim.one_pass`; its speed is not measured yet): one does all of it while it
+"""Kernels of `headway.optim` on CUDA (`optim.adamw`; its speed is not measured yet): one does all of it while it
 reads and writes each number once. Without Triton it is "separate": copied to float32, updated by PyTorch's fused AdamW,
 rounded and copied back."""
 COPIED, ROUNDED, CODED = 2, 30, 46

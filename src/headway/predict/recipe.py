@@ -128,7 +128,7 @@ def state_of(config: TrainConfig, precision: Precision, recompute: str) -> State
         compute_bytes=compute_bytes_of(precision),
         moment_bytes=moments[config.optim.state],
         base=config.model.base,
-        muon=config.optim.name == "muon",
+        rule=config.optim.name,
         clips=config.optim.clip is not None,
         averaged=config.optim.ema is not None,
         average_every=1 if config.optim.ema is None else config.optim.ema.every,

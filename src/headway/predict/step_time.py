@@ -21,11 +21,11 @@ from headway.count.recompute import result_kind, with_head
 from headway.count.rows import Row
 from headway.count.step_facts import flops_on_padding
 from headway.count.units import block_of, chosen_blocks, remembered
-from headway.count.updating import NEWTON_SCHULZ
+from headway.count.updating import NEWTON_SCHULZ, RULES, num_moments
 from headway.predict.attentions import attentions
 from headway.predict.collectives import Links
 from headway.predict.communication import Exchanges, exposed_s
-from headway.predict.held import State, num_moments
+from headway.predict.held import State
 from headway.predict.kernel_bytes import (
     HEADWAY,
     SORTS_S,
@@ -415,13 +415,13 @@ class StepTimes:
     def _optimizer_s(self, work: StepWork, state: State) -> Cases:
         """Time of an update: the bytes that it reads and writes, and Muon's products."""
         # gradients are read for their norm and scaled; then the update reads and writes what it is about
-        trained, moments, update = self._trained, num_moments(self._cost_model, muon=state.muon), self._kernels.update
+        trained, moments, update = self._trained, num_moments(self._cost_model, state.rule), self._kernels.update
         num_bytes = clipping_bytes(state, trained, update) + update_bytes(state, trained, moments, update)
         # the moving average is read and written, and the weights read for it, at some of the steps
         if state.averaged:
             num_bytes += (2 * FLOAT32 + state.weight_bytes) * self._trained / state.average_every
         moved = (self._speeds.host_memory_s if state.offload else self._speeds.memory_s)(num_bytes / work.shards)
-        if not state.muon:
+        if not RULES[state.rule].iterations:
             return moved
         # each matrix is orthogonalised once for each copy of the weights, in bfloat16
         matrices = muon_products(self._cost_model)

@@ -179,7 +179,6 @@ def _config_like(like: str) -> PreTrainedConfig:
 
 
 def _nearest(config: PreTrainedConfig, size: int, vocabulary: int) -> tuple[Shape, int]:
-    """The shape whose number of parameters is nearest, by ratio."""
     best: tuple[Shape, int] | None = None
     for shape in _SHAPES:
         model = load_model(small_config(config, vocabulary, shape), random_init=True, device="meta")

@@ -115,16 +115,7 @@ def write_processor(
 
 
 def write_tokenizer(folder: str | Path, texts: Iterable[str], *, vocab_size: int = 512) -> Path:
-    """Train a small byte-level tokenizer on texts and save it with a chat template.
-
-    Args:
-        folder: where to write; made if missing.
-        texts: texts that the vocabulary is learned from; any other text still encodes, byte by byte.
-        vocab_size: upper bound on vocabulary entries, the special tokens and the 256 bytes included.
-
-    Returns:
-        The folder.
-    """
+    """Train a small byte-level tokenizer, which encodes any other text byte by byte, and save it with a template."""
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     _train_tokenizer(texts, vocab_size).save_pretrained(target)
@@ -135,17 +126,7 @@ def write_tokenizer(folder: str | Path, texts: Iterable[str], *, vocab_size: int
 def write_sound_processor(
     folder: str | Path, texts: Iterable[str], *, num_mel_bins: int, vocab_size: int = 512
 ) -> Path:
-    """Train a small byte-level tokenizer on texts and save it with Qwen2-Audio's rules and Whisper's features of 30 s.
-
-    Args:
-        folder: where to write; made if missing.
-        texts: texts that the vocabulary is learned from; any other text still encodes, byte by byte.
-        num_mel_bins: bands of a feature frame.
-        vocab_size: upper bound on vocabulary entries, the special tokens and the 256 bytes included.
-
-    Returns:
-        The folder.
-    """
+    """Write a tokenizer as `write_tokenizer` does, with Qwen2-Audio's rules and Whisper's features of 30 s."""
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     tokenizer = _train_tokenizer(texts, vocab_size, AUDIO_TOKENS)

@@ -127,7 +127,6 @@ def _write_media(
 
 
 def _shades(height: int, width: int, rng: np.random.Generator) -> Any:
-    """A picture of smooth shades, RGB, shape (height, width, 3)."""
     corners = rng.integers(0, 256, (2, 2, 3), dtype=np.uint8)
     return np.asarray(Image.fromarray(corners).resize((width, height), Image.Resampling.BILINEAR))
 

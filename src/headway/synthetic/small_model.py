@@ -191,7 +191,6 @@ def _shrink_text(small: Any, old: Any, vocabulary: int, shape: Shape) -> None:
 
 
 def _small_rope(rope: dict[str, Any], old_dim: int, head_dim: int, unsaid: list[int] | None) -> dict[str, Any]:
-    """Rotary settings with M-RoPE's sections in their old proportions."""
     rope = copy.deepcopy(rope)
     if sections := rope.get("mrope_section", unsaid):
         shares = [section * head_dim // old_dim for section in sections]

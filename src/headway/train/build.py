@@ -21,20 +21,19 @@ from headway.count.rows import Parameter
 from headway.errors import CheckpointError, TraceError
 from headway.models.attention.cuda_kernel import choose_kernel
 from headway.models.compiling import CompileWatch, compile_blocks
-from headway.models.float8 import gather_in_float8, use_float8
-from headway.models.frozen import hold_frozen, quantise_base
 from headway.models.head import ModelWithLoss, model_with_loss
 from headway.models.init_weights import init_weights
-from headway.models.kernels import gated_mlps
+from headway.models.kernels import align_widths, gated_mlps
 from headway.models.load import load_model, load_model_config
 from headway.models.lora import initialise_adapters, without_adapters
 from headway.models.materialise import allocate, read_weights
 from headway.models.offload import offload_inputs
-from headway.models.parallel import Mesh, shard_model
 from headway.models.parallel.experts import spread_experts
+from headway.models.parallel.mesh import Mesh
 from headway.models.parallel.sequence import share_packs
-from headway.models.precision import Precision
-from headway.models.products import align_widths
+from headway.models.parallel.shard import shard_model
+from headway.models.precision import Precision, gather_in_float8, use_float8
+from headway.models.quantised import hold_frozen, quantise_base
 from headway.models.recompute import recompute_blocks
 from headway.models.scores import scoring_config
 from headway.models.trial import try_packs
@@ -111,7 +110,7 @@ def build_trained(
     if config.speed.recompute_bytes is not None:
         notes += (f"{config.speed.recompute} {choice_in_words(recompute, cost_model.block_towers)}",)
     if later:
-        hold_frozen(model, cost_model, precision, gathers=mesh is not None)
+        hold_frozen(model, cost_model, precision.params, precision.compute, gathers=mesh is not None)
     if config.model.base is not None:
         notes += quantise_base(model, cost_model, config.model.base)
     notes += choose_kernel(config.speed.attention, device)

@@ -26,7 +26,8 @@ from headway.log.records import SCHEMA_VERSION
 from headway.log.run_files import SAMPLES
 from headway.meter import Goodput
 from headway.meter.goodput_report import Bucket
-from headway.models.parallel import clipping_factor, gradient_norm, reduce_gradients
+from headway.models.parallel.mesh import clipping_factor, gradient_norm
+from headway.models.parallel.shard import reduce_gradients
 from headway.optim import learning_rate, set_learning_rate, take_step
 from headway.train.objective import LoopStep
 from headway.train.prepare import Place, Run, begin_checkpoint

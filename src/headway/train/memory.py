@@ -17,12 +17,12 @@ from headway.config import TrainConfig
 from headway.errors import HeadwayError
 from headway.log.run_files import write_json
 from headway.meter.environment import used_memory
-from headway.models.parallel import local
 from headway.predict.fitting import USABLE, gentlest_first, memory_and_ways, memory_plan
 from headway.predict.moments import PARTS
 from headway.predict.recipe import fullest_pack
 from headway.predict.saved import saved_of_recipe
 from headway.report import format_bytes, format_count
+from headway.tracing.unwrap import local
 from headway.train.prepare import Run
 from headway.train.watch import LoopPhase
 from headway.words import Argument

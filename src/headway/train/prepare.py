@@ -51,14 +51,14 @@ from headway.log.run_files import CHECKPOINTS, EXPORTS, RUN, write_json
 from headway.meter.batch_share import BatchShare
 from headway.meter.environment import bandwidth_of
 from headway.meter.run_meter import RunMeter
+from headway.models.experts import RouterLoad
 from headway.models.load import Processor, load_model_config, load_processor
 from headway.models.lora import write_adapter_config
 from headway.models.new_rows import embedding_rows
-from headway.models.parallel import Mesh, build_mesh, model_name
+from headway.models.parallel.mesh import Mesh, build_mesh
 from headway.models.parallel.ranks import Ranks, join_ranks
-from headway.models.parallel.shard import reshard
+from headway.models.parallel.shard import model_name, reshard
 from headway.models.precision import Precision, choose_device, choose_precision
-from headway.models.router import RouterLoad
 from headway.models.vision import vision_geometry
 from headway.optim import Optimizer, WeightAverage, make_optimizer
 from headway.packing.mesh import MeshShape

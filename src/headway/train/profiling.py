@@ -19,7 +19,7 @@ from headway.meter.step_meter import StepMeter
 from headway.train.recorder import StepRecorder
 
 if TYPE_CHECKING:
-    from headway.models.router import RouterSummary
+    from headway.models.experts import RouterSummary
 
 LARGEST_SHARE = 0.005  # largest share of a run's time for its automatic profiles
 FIRST_S = 4.0  # assumed cost of a profile before the first, as on a busy machine [s]

@@ -14,7 +14,7 @@ from headway.log.records import StepRecord, known
 from headway.log.run_files import write_json
 from headway.meter import Window
 from headway.models.compiling import Compilations
-from headway.models.router import RouterSummary
+from headway.models.experts import RouterSummary
 from headway.train.check import chained
 from headway.train.objective import Objective
 from headway.train.record import MetricsLog

@@ -13,7 +13,7 @@ import torch
 
 from headway.errors import ConfigError
 from headway.meter.clock import HostCopy
-from headway.models.router import RouterSummary
+from headway.models.experts import RouterSummary
 
 
 class PackSums(NamedTuple):

@@ -12,7 +12,7 @@ from headway.data import Media
 from headway.data.media.image_patches import ImagePatches
 from headway.data.media.images import Picture
 from headway.errors import ConfigError
-from headway.models.pixel_patches import normalised
+from headway.models.video import normalised
 
 SIZES = [(301, 410), (20, 33), (900, 1300), (56, 560)]
 

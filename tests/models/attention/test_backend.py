@@ -182,8 +182,8 @@ def test_autocast_runs_attention_in_its_own_type(tiny_config):
 @pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (True, 7)])
 def test_the_cuda_kernel_agrees_with_the_cpu_one(causal, window, with_sinks):
+    from headway.models.attention.ragged import varlen_attention
     from headway.models.attention.segments import segment_attention
-    from headway.models.attention.varlen import varlen_attention
 
     lengths = [1, 200, 16, 16, 37]
     cu = torch.tensor([0, *lengths]).cumsum(0).int()

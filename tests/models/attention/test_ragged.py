@@ -13,9 +13,8 @@ import torch
 from headway.errors import ConfigError
 from headway.models.attention import cuda_kernel, ragged
 from headway.models.attention.cuda_kernel import choose_kernel
-from headway.models.attention.ragged import cudnn_attention, rounded_length, rounded_segments, suits
+from headway.models.attention.ragged import cudnn_attention, rounded_length, rounded_segments, suits, varlen_attention
 from headway.models.attention.segments import segment_attention
-from headway.models.attention.varlen import varlen_attention
 from models.attention.test_varlen import backward as flash_backward
 from models.attention.test_varlen import forward as flash_forward
 

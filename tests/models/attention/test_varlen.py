@@ -9,8 +9,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from headway.errors import ConfigError
+from headway.models.attention.ragged import varlen_attention
 from headway.models.attention.segments import segment_attention, with_equal_heads
-from headway.models.attention.varlen import varlen_attention
 
 LENGTHS = [1, 20, 7, 7]
 CU = torch.tensor([0, *LENGTHS]).cumsum(0).int()

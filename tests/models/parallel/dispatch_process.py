@@ -12,8 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 
-from headway.models.experts import experts_of, use_experts
-from headway.models.parallel import dispatch
+from headway.models.blocks import experts_of
+from headway.models.experts import use_experts
+from headway.models.parallel import experts as dispatch
 from headway.models.parallel.experts import spread_experts
 from helpers.models import tiny_config
 

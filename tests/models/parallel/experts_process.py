@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from headway.models.attention import use_attention
-from headway.models.experts import experts_of, use_experts
+from headway.models.blocks import experts_of
+from headway.models.experts import use_experts
 from headway.models.load import load_model
 from headway.models.materialise import read_weights
 from headway.models.parallel.experts import spread_experts

@@ -8,11 +8,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from headway.meter.environment import largest_memory
 from headway.models.compiling import CompileWatch, compile_blocks
-from headway.models.float8 import gather_in_float8, use_float8
 from headway.models.init_weights import init_weights
 from headway.models.load import load_model
 from headway.models.materialise import read_weights
-from headway.models.parallel import Mesh, build_mesh, clipping_factor, gradient_norm, reduce_gradients, shard_model
+from headway.models.parallel.mesh import Mesh, build_mesh, clipping_factor, gradient_norm
+from headway.models.parallel.shard import reduce_gradients, shard_model
+from headway.models.precision import gather_in_float8, use_float8
 from headway.models.recompute import recompute_blocks
 from headway.models.vision import vision_tower
 from headway.packing.mesh import MeshShape

@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM
 from fake_cuda.backward import backward
 from fake_cuda.device import pretend_cuda
 from fake_cuda.watch import Watch
-from headway.models.experts import experts_of, use_experts
-from headway.models.parallel import dispatch
+from headway.models.blocks import experts_of
+from headway.models.experts import use_experts
+from headway.models.parallel import experts as dispatch
 from headway.models.parallel.experts import SharedPath, shared_path_of, spread_experts
 from helpers.models import tiny_config
 from helpers.processes import run_processes

@@ -15,7 +15,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from headway.data.media.images import Picture, decode_all
 from headway.data.samples import Grid
 from headway.errors import ConfigError
-from headway.models.pixel_patches import Scale, lay_out, normalised, pixel_scale
+from headway.models.video import Scale, lay_out, normalised, pixel_scale
 
 # Sides of the picture that a processor must lay out as we do before its layout is ours; no multiples of a patch.
 _PROBE_HW = (173, 251)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.functional import pad
 
-from headway.models.pixel_patches import Scale, normalised
+from headway.models.video import Scale, normalised
 
 
 class MediaTensors(NamedTuple):

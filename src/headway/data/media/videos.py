@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from headway.data.media.images import Picture, media_error, reading_media
 from headway.data.samples import Grid, Media
 from headway.errors import ConfigError, DataError
-from headway.models.pixel_patches import Scale, pixel_scale
-from headway.models.video import VideoProcessor
+from headway.models.video import Scale, VideoProcessor, pixel_scale
 from headway.version import install_command
 from headway.words import Argument
 

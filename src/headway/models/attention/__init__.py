@@ -1,8 +1,8 @@
 """Attention over packs: each segment sees itself only, and no mask of the pack's square is ever in memory.
 
 `backend` is what transformers calls: it chooses among `segments` (the CPU's fused kernel), `cuda_kernel` (which kernel
-runs on CUDA; `varlen` is PyTorch's), `masks` (rules that boundaries do not say), `splits` (runs within a segment) and
-`dense` (scores written out). Tensor letters are in `backend`.
+runs on CUDA; those of PyTorch and cuDNN are in `ragged`), `masks` (rules that boundaries do not say, and scores written
+out) and `splits` (runs within a segment). Tensor letters are in `backend`.
 """
 
 from headway.models.attention.backend import attend, mask, register_attention, use_attention

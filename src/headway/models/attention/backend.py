@@ -23,8 +23,16 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from headway.errors import ConfigError, TrainingError
 from headway.models.attention.cuda_kernel import cuda_kernel
-from headway.models.attention.dense import exact_attention
-from headway.models.attention.masks import SegmentMask, is_plain, masked_segments, plain_mask, read_rule, unknown, words
+from headway.models.attention.masks import (
+    SegmentMask,
+    exact_attention,
+    is_plain,
+    masked_segments,
+    plain_mask,
+    read_rule,
+    unknown,
+    words,
+)
 from headway.models.attention.segments import segment_attention
 from headway.models.attention.splits import SplitMask, split_attention
 from headway.models.parallel.exchange import Split, heads_to_tokens, own_heads, tokens_to_heads

@@ -22,8 +22,8 @@ from torch.nn.attention import (
 
 from headway.errors import ConfigError
 from headway.models.attention import ragged
+from headway.models.attention.ragged import CudaKernel, varlen_attention
 from headway.models.attention.segments import with_equal_heads
-from headway.models.attention.varlen import CudaKernel, varlen_attention
 
 FA3, FA2 = PACKAGES = ("flash_attn_interface", "flash_attn")
 _HEAD_MULTIPLE = 8

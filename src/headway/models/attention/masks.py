@@ -2,7 +2,8 @@
 
 transformers describes such a mask as a function of two places in a row, combined from elementary ones. Here it becomes
 a rule, a nested tuple of them, which is evaluated inside each segment alone: memory is the sum of the squared segment
-lengths, once for all layers that share the mask, never the square of a whole pack.
+lengths, once for all layers that share the mask, never the square of a whole pack. Attention is written out (scores,
+mask, softmax) for what kernels do not have: soft-capped scores, dropout, padded rows and generation from a cache.
 
 Tensor letters as in `attention`; M segments of equal length L are one call.
 """
@@ -12,9 +13,56 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
-from headway.models.attention.dense import exact_attention
-from headway.models.attention.segments import Group, groups
+from headway.models.attention.segments import Group, group_by_group, groups
+from headway.models.recompute import refuse_kept_attention
+
+
+def exact_attention(
+    q_BHTD: torch.Tensor,
+    k_BKSD: torch.Tensor,
+    v_BKSD: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sinks_H: torch.Tensor | None,
+    dropout: float,
+) -> torch.Tensor:
+    """Attend under a mask, shape (B or 1, 1, T, S); returns shape (B, H, T, Dv).
+
+    The mask is boolean (True: may see), or numbers to add to the scores where they are neither capped nor have sinks.
+    """
+    if dropout > 0.0:
+        refuse_kept_attention("no kernel has attention dropout here")
+    repeats = q_BHTD.shape[1] // k_BKSD.shape[1]
+    # torch's fused kernel where it says all: scores as they are, and a softmax over keys alone.
+    if softcap is None and sinks_H is None:
+        if mask is not None and q_BHTD.is_cuda:  # no fused kernel there takes both a mask and fewer key heads
+            k_BKSD, v_BKSD = (x.repeat_interleave(repeats, dim=1) for x in (k_BKSD, v_BKSD))
+        grouped = q_BHTD.shape[1] != k_BKSD.shape[1]
+        return F.scaled_dot_product_attention(
+            q_BHTD, k_BKSD, v_BKSD, attn_mask=mask, dropout_p=dropout, scale=scale, enable_gqa=grouped
+        )
+    refuse_kept_attention("no kernel has score soft-capping here, or sinks under a mask")
+    # Else by hand: each key head for its query heads, scores and softmax in float32 or wider.
+    k, v = (x.repeat_interleave(repeats, dim=1) for x in (k_BKSD, v_BKSD))
+    wide = torch.promote_types(torch.float32, q_BHTD.dtype)
+    scores = (q_BHTD @ k.transpose(2, 3)).to(wide) * scale
+    if softcap is not None:
+        # Soft capping: scores stay between -softcap and softcap, almost as they were near zero.
+        scores = torch.tanh(scores / softcap) * softcap
+    if mask is not None:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    if sinks_H is not None:
+        # A sink is one more column of scores, whose weight is thrown away after the softmax.
+        sinks = sinks_H.to(wide)[None, :, None, None].expand(*scores.shape[:3], 1)
+        weights = torch.cat([scores, sinks], dim=-1).softmax(dim=-1)[..., :-1]
+    else:
+        weights = scores.softmax(dim=-1)
+    weights = F.dropout(weights, dropout) if dropout > 0.0 else weights
+    return weights.to(v.dtype) @ v
+
 
 Rule = tuple[Any, ...]
 """("causal",), ("all",), ("none",), ("packed",), ("window", keys), ("chunk", tokens), ("blocks", number of a tensor),
@@ -191,13 +239,12 @@ def masked_segments(
     dropout: float,
 ) -> torch.Tensor:
     """Attend within segments under a mask; returns shape (T, H, Dv). Other arguments as in `segments`."""
-    parts, places = [], []
-    for group, slots in mask.groups(cu_seqlens_N):
-        shape = (group.count, group.length)
-        q, k, v = (x.index_select(0, slots).view(*shape, *x.shape[1:]).transpose(1, 2) for x in (q_THD, k_TKD, v_TKD))
-        added = softcap is None and sinks_H is None
+    added = softcap is None and sinks_H is None
+    grouped = mask.groups(cu_seqlens_N)
+
+    def attend(number: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        group, slots = grouped[number]
         allowed = mask.bias(group, slots, q.dtype) if added else mask.allowed(group, slots)
-        out_MHLD = exact_attention(q, k, v, allowed, scale, softcap, sinks_H, dropout)
-        parts.append(out_MHLD.transpose(1, 2).flatten(0, 1))
-        places.append(slots)
-    return torch.cat(parts).index_select(0, torch.cat(places).argsort())
+        return exact_attention(q, k, v, allowed, scale, softcap, sinks_H, dropout)
+
+    return group_by_group((q_THD, k_TKD, v_TKD), [(slots, group.length) for group, slots in grouped], attend)

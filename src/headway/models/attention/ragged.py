@@ -1,10 +1,11 @@
-"""Attention within segments on CUDA by cuDNN, through the package nvidia-cudnn-frontend, where it is the faster kernel.
+"""Attention within segments on CUDA: PyTorch's variable-length flash kernel, and cuDNN's where that is faster.
 
 Tensor letters as in `attention`: H query heads, K key/value heads, T slots, N segments, D head size.
 
-cuDNN builds a plan for each number of segments and bound of their length, which takes a tenth of a second. Both are
-therefore rounded up, to a few values in all: segments that a pack does not have are empty ones at its end. Backward's
-plan also holds the number of slots, in steps of 64: packs that are filled evenly differ little in it.
+Sinks are added to the flash kernel exactly. cuDNN, through the package nvidia-cudnn-frontend, builds a plan for each
+number of segments and bound of their length, which takes a tenth of a second. Both are therefore rounded up, to a few
+values in all: segments that a pack does not have are empty ones at its end. Backward's plan also holds the number of
+slots, in steps of 64: packs that are filled evenly differ little in it.
 
 Source: measured on an H200 (benchmarks/results/attention_gpu_nvidia-h200_202611.md): with packs of long segments cuDNN
 9.19 is 1.5 to 1.8 times as fast as PyTorch's FlashAttention-2 forward and 1.35 to 1.6 times with backward; with windows
@@ -12,20 +13,133 @@ of 64 patches, and in a pack of 8,192 tokens, it is slower. Empty segments behin
 Engine pads batches of ragged sequences (fused_attn/utils.cu, cuDNN 9.6 and newer).
 """
 
+import inspect
 from importlib import import_module
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch.nn.attention import varlen as _torch_attn  # noqa: F401 - it defines the operations of FlashAttention-2
+from torch.nn.attention import varlen
 
-from headway.models.attention.varlen import flash_operands, grouped, varlen_attention
+from headway.errors import ConfigError
+from headway.models.attention.segments import sink_gradient, with_equal_heads, with_sinks
+
+_LARGEST_HEAD = 256  # head size that the flash kernel takes
+_HEAD_MULTIPLE = 8
+# torch 2.11's kernel takes fewer key/value heads than query heads by itself; later ones want to be told.
+_IS_TOLD_OF_GROUPS = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
 
 PACKAGE = "cudnn"
-_LARGEST_HEAD = 128  # head size that was measured
+_LARGEST_OF_CUDNN = 128  # head size that was measured
 _FEWEST_SLOTS, _SHORTEST_MEAN = 16_384, 512  # slots of a pack, and of a segment on average, from which it is faster
 _LARGEST_SUMS = 1 << 30  # bytes of backward's log-sum-exp, which has a row of the longest segment for each of them
-_CAUSAL = [-1, 0]  # FlashAttention's reach of a query without a window
+_CAUSAL = (-1, 0)  # FlashAttention's reach of a query without a window
 _LARGEST_DIFFERENCE = 0.02  # between two kernels in bfloat16, of which each is 0.003 from float32
+
+
+class CudaKernel(Protocol):
+    """Attention within segments on CUDA; arguments as in `segments.segment_attention`, and the longest segment."""
+
+    def __call__(
+        self,
+        q_THD: torch.Tensor,
+        k_TKD: torch.Tensor,
+        v_TKD: torch.Tensor,
+        cu_seqlens_N: torch.Tensor,
+        max_seqlen: int,
+        causal: bool,
+        window: int | None,
+        scale: float,
+        sinks_H: torch.Tensor | None,
+        /,
+    ) -> torch.Tensor:
+        """Attended values, shape (T, H, Dv)."""
+        ...
+
+
+def varlen_attention(*call: Any) -> torch.Tensor:
+    """Attend within segments; a `CudaKernel`.
+
+    Raises:
+        ConfigError: the tensors are neither bfloat16 nor float16, or the heads are larger than the kernel takes.
+    """
+    *qkv_THD, cu_seqlens_N, max_seqlen, causal, window, scale, sinks_H = call
+    q, k, v = flash_operands(*qkv_THD)
+    cu = cu_seqlens_N.to(torch.int32)
+    # The kernel itself cuts windows wider than every segment; a comparison here would be compiled as two cases.
+    left = window - 1 if window is not None else -1
+    reach = (left, 0) if causal else (-1, -1)
+    if sinks_H is None:
+        out = varlen.varlen_attn(
+            q, k, v, cu, cu, max_seqlen, max_seqlen, scale=scale, window_size=reach, **grouped(q, k)
+        )  # fmt: skip
+    else:
+        attend: Any = _VarlenWithSinks.apply  # torch leaves it untyped
+        out = attend(q, k, v, sinks_H, cu, max_seqlen, reach, scale)
+    assert isinstance(out, torch.Tensor)
+    return out.narrow(-1, 0, qkv_THD[-1].shape[-1])
+
+
+def flash_operands(*qkv_THD: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Queries, keys and values as the kernels on CUDA take them: in two bytes, with heads of one size.
+
+    Raises:
+        ConfigError: the tensors are neither bfloat16 nor float16, or the heads are larger than the kernels take.
+    """
+    dtype, largest = qkv_THD[0].dtype, max(x.shape[-1] for x in qkv_THD)
+    if dtype not in (torch.bfloat16, torch.float16):
+        raise ConfigError(
+            f"Attention over packs on CUDA runs in bfloat16 or float16, but this model computes in {dtype}. Set "
+            "the training dtype to bfloat16, or run inside torch.autocast."
+        )
+    if largest > _LARGEST_HEAD:
+        raise ConfigError(
+            f"This model's attention heads have {largest} channels; the flash kernel on CUDA takes up to "
+            f'{_LARGEST_HEAD}. Load the model with the attention backend "sdpa" and one sample per row.'
+        )
+    return tuple(x.contiguous() for x in with_equal_heads(*qkv_THD, multiple=_HEAD_MULTIPLE))
+
+
+def grouped(q_THD: torch.Tensor, k_TKD: torch.Tensor) -> dict[str, Any]:
+    """Keyword arguments that tell the installed torch of grouped heads."""
+    return {"enable_gqa": q_THD.shape[1] != k_TKD.shape[1]} if _IS_TOLD_OF_GROUPS else {}
+
+
+class _VarlenWithSinks(torch.autograd.Function):
+    """The flash kernel with a learnt score in each softmax.
+
+    `varlen_attn` gives its log-sum-exp but no gradient through it. The kernel's backward, however, only ever uses the
+    log-sum-exp and the output to rebuild the weights and their mean: given those of the joined softmax, it returns the
+    joined softmax's gradients.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_THD: torch.Tensor,
+        k_TKD: torch.Tensor,
+        v_TKD: torch.Tensor,
+        sinks_H: torch.Tensor,
+        cu_N: torch.Tensor,
+        longest: int,
+        reach: tuple[int, int],
+        scale: float,
+    ) -> torch.Tensor:
+        settings = cu_N, longest, reach, scale
+        out_THD, log_sum_HT, state = _flash(q_THD, k_TKD, v_TKD, *settings)
+        # Turned about here rather than the values: a compiled function of torch 2.11 gives no gradient to a view.
+        out_THD, log_sum_TH = with_sinks(out_THD, log_sum_HT.T, sinks_H)
+        ctx.save_for_backward(q_THD, k_TKD, v_TKD, sinks_H, cu_N, out_THD, log_sum_TH.T.contiguous(), state)
+        ctx.settings = longest, reach, scale
+        return out_THD
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_THD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, sinks_H, cu_N, out_THD, log_sum_HT, state = ctx.saved_tensors
+        grad_THD = grad_THD.contiguous()
+        dq, dk, dv = _flash_backward(grad_THD, q, k, v, out_THD, log_sum_HT, cu_N, *ctx.settings, state)
+        sinks = sink_gradient(grad_THD.transpose(0, 1), out_THD.transpose(0, 1), log_sum_HT, sinks_H.unsqueeze(1))
+        return dq, dk, dv, sinks.sum(1).to(sinks_H.dtype), None, None, None, None
 
 
 def make_ready(device: torch.device) -> str | None:
@@ -68,7 +182,7 @@ def cudnn_attention(*call: Any) -> torch.Tensor:
     That is sinks and heads larger than 128 by the model, and short segments and small packs by the pack.
     """
     q_THD, k_TKD, v_TKD, cu_seqlens_N, max_seqlen, causal, window, scale, sinks_H = call
-    if sinks_H is not None or max(q_THD.shape[-1], v_TKD.shape[-1]) > _LARGEST_HEAD:
+    if sinks_H is not None or max(q_THD.shape[-1], v_TKD.shape[-1]) > _LARGEST_OF_CUDNN:
         return varlen_attention(*call)
     operands = flash_operands(q_THD, k_TKD, v_TKD)
     reach = window if causal and window is not None else -1
@@ -141,7 +255,6 @@ def _ragged_attention_backward(
     window: int,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of queries, keys and values, by the kernel that ran forward."""
     is_for_cudnn = suits(len(q_THD), len(cu_N) - 1, longest, q_THD.shape[1])
     differentiate = _backward_by_cudnn if is_for_cudnn else _backward_by_flash
     return differentiate(
@@ -168,20 +281,37 @@ def _backward_by_cudnn(*tensors_and_settings: Any) -> tuple[torch.Tensor, torch.
 
 
 def _forward_by_flash(*qkv_and_settings: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    *qkv, cu_N, longest, causal, window, scale = qkv_and_settings
-    reach = _flash_reach(causal, window)
-    out, log_sum_HT, _ = torch.ops.torch_attn._varlen_attn(
-        *qkv, cu_N, cu_N, longest, longest, reach == _CAUSAL, scale, reach, **grouped(*qkv[:2])
-    )
+    q, k, v, cu_N, longest, causal, window, scale = qkv_and_settings
+    out, log_sum_HT, _ = _flash(q, k, v, cu_N, longest, _flash_reach(causal, window), scale)
     return out, log_sum_HT
 
 
 def _backward_by_flash(*tensors_and_settings: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     *tensors, cu_N, longest, causal, window, scale = tensors_and_settings
-    reach, no_dropout = _flash_reach(causal, window), torch.zeros(2, dtype=torch.uint64, device=cu_N.device)
-    dq, dk, dv = torch.ops.torch_attn._varlen_attn_backward(
-        *tensors, cu_N, cu_N, longest, longest, reach == _CAUSAL, no_dropout, scale, reach
-    )
+    no_dropout = torch.zeros(2, dtype=torch.uint64, device=cu_N.device)
+    return _flash_backward(*tensors, cu_N, longest, _flash_reach(causal, window), scale, no_dropout)
+
+
+def _flash(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_N: torch.Tensor,
+    longest: int,
+    reach: tuple[int, int],
+    scale: float,
+) -> tuple[torch.Tensor, ...]:
+    """FlashAttention-2's values, log-sum-exp of the scores, shape (H, T), and state of its generator."""
+    ends, more = (cu_N, cu_N, longest, longest), grouped(q, k)
+    values: tuple[torch.Tensor, ...]
+    values = torch.ops.torch_attn._varlen_attn(q, k, v, *ends, reach == _CAUSAL, scale, list(reach), **more)
+    return values
+
+
+def _flash_backward(*tensors_and_settings: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    *tensors, cu_N, longest, reach, scale, state = tensors_and_settings
+    ends = (cu_N, cu_N, longest, longest, reach == _CAUSAL)
+    dq, dk, dv = torch.ops.torch_attn._varlen_attn_backward(*tensors, *ends, state, scale, list(reach))
     return dq, dk, dv
 
 
@@ -203,9 +333,9 @@ def _by_segment(log_sum_HT: torch.Tensor, cu_N: torch.Tensor, bound: int) -> tor
     return rows_NLH.transpose(1, 2).contiguous().unsqueeze(-1)
 
 
-def _flash_reach(causal: bool, window: int) -> list[int]:
+def _flash_reach(causal: bool, window: int) -> tuple[int, int]:
     """Keys before and after its own that a query sees, as FlashAttention counts them; -1 is without limit."""
-    return [window - 1 if window >= 0 else -1, 0] if causal else [-1, -1]
+    return (window - 1 if window >= 0 else -1, 0) if causal else (-1, -1)
 
 
 @_ragged_attention.register_fake

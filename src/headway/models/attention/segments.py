@@ -7,7 +7,7 @@ window narrower than a segment is walked in blocks of queries, so that cost grow
 squared. A learnt sink joins the softmax through the kernel's log-sum-exp, exactly.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -71,6 +71,27 @@ def put(out_THD: torch.Tensor, group: Group, part_MHLD: torch.Tensor) -> None:
     else:
         assert group.start is not None
         out_THD.narrow(0, group.start, part.shape[0]).copy_(part)
+
+
+def group_by_group(
+    qkv_THD: tuple[torch.Tensor, ...],
+    groups: Sequence[tuple[torch.Tensor, int]],
+    attend: Callable[..., torch.Tensor],
+) -> torch.Tensor:
+    """Attend in each group of segments as a batch, and put the results back in order.
+
+    Args:
+        qkv_THD: queries, keys and values.
+        groups: slots of each, shape (M L,), and the length of its segments, L.
+        attend: gives the values of a group, shape (M, H, L, Dv), by its number and its queries, keys and values.
+    """
+    parts = []
+    for number, (slots, length) in enumerate(groups):
+        batches = (x.index_select(0, slots).view(-1, length, *x.shape[1:]).transpose(1, 2) for x in qkv_THD)
+        parts.append(attend(number, *batches).transpose(1, 2).flatten(0, 1))
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(parts).index_select(0, torch.cat([slots for slots, _ in groups]).argsort())
 
 
 def segment_attention(
@@ -297,7 +318,6 @@ def _blocks(length: int, window: int | None, like: torch.Tensor) -> Iterator[tup
 
 @lru_cache(maxsize=64)
 def _band(offset: int, queries: int, window: int, dtype: torch.dtype) -> torch.Tensor:
-    """Additive mask: query i stands at key offset + i and sees the `window` keys up to itself."""
     place = torch.arange(queries)[:, None] + offset
     keys = torch.arange(offset + queries)[None, :]
     return torch.zeros(queries, offset + queries, dtype=dtype).masked_fill(

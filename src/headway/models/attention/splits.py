@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from headway.count import Workload, splits
 from headway.errors import ConfigError, WorkloadError
+from headway.models.attention.segments import group_by_group
 
 _BLOCK = 128  # slots along the side of a block of FlexAttention's mask
 _ROWS = 256  # queries of a causal run per kernel call where it has a prefix: what their written mask may take
@@ -201,21 +202,17 @@ def _runs_flex(x: torch.Tensor) -> bool:
 def _by_segment(
     q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, mask: SplitMask, scale: float, dropout: float
 ) -> torch.Tensor:
-    parts = []
-    for runs, slots in mask.groups:
-        shape = (-1, sum(tokens for _, tokens in runs))
-        q, k, v = (x.index_select(0, slots).view(*shape, *x.shape[1:]) for x in (q_THD, k_TKD, v_TKD))
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        parts.append(torch.cat([*_by_run(q, k, v, runs, scale, dropout)], dim=2).transpose(1, 2).flatten(0, 1))
-    if len(parts) == 1:
-        return parts[0]
-    return torch.cat(parts).index_select(0, torch.cat([slots for _, slots in mask.groups]).argsort())
+    lengths = [(slots, sum(tokens for _, tokens in runs)) for runs, slots in mask.groups]
+
+    def attend(number: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return torch.cat([*_by_run(q, k, v, mask.groups[number][0], scale, dropout)], dim=2)
+
+    return group_by_group((q_THD, k_TKD, v_TKD), lengths, attend)
 
 
 def _by_run(
     q_MHLD: torch.Tensor, k_MKLD: torch.Tensor, v_MKLD: torch.Tensor, runs: Runs, scale: float, dropout: float
 ) -> Iterator[torch.Tensor]:
-    """Attend run by run, and block by block where a causal one has keys before it."""
     grouped = q_MHLD.shape[1] != k_MKLD.shape[1]
 
     def attend(rows: slice, before: list[slice], own: slice, **how: Any) -> torch.Tensor:

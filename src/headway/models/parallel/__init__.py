@@ -1,23 +1,5 @@
-"""Models over several processes: the mesh they form (`mesh`) and FSDP2 over it (`shard`).
+"""Models over several processes.
 
-`headway.packing.mesh` says how many processes each kind of parallelism takes, `build_mesh` makes the groups,
-`shard_model` lays the parameters over them, and `gradient_norm` is right for parameters on any of these meshes.
+`ranks.py` joins the processes, `mesh.py` groups them and has the norm of gradients over them, `shard.py` is FSDP2 over
+a model, `sequence.py` and `exchange.py` deal a pack's slots, `experts.py` the experts of a layer.
 """
-
-from headway.models.parallel.clip import clipping_factor, gradient_norm
-from headway.models.parallel.mesh import Mesh, build_mesh, fill
-from headway.models.parallel.shard import model_name, own_classes, reduce_gradients, shard_model
-from headway.tracing.unwrap import local
-
-__all__ = [
-    "Mesh",
-    "build_mesh",
-    "clipping_factor",
-    "fill",
-    "gradient_norm",
-    "local",
-    "model_name",
-    "own_classes",
-    "reduce_gradients",
-    "shard_model",
-]

@@ -132,9 +132,8 @@ def heads_to_tokens(x_ThD: torch.Tensor, local_slots: int, num_heads: int, split
     """
     size = x_ThD.shape[2]
     widths = [count * size for count in shares(num_heads, split.degree)]
-    x_LW: torch.Tensor = _slots_of_all_columns(
-        x_ThD.flatten(1), local_slots, widths, split.unit, split.rank, split.group
-    )
+    x_TW = x_ThD.flatten(1)
+    x_LW: torch.Tensor = _deal(x_TW, local_slots, widths, split.unit, split.rank, split.group, gathers=False)
     return x_LW.view(local_slots, num_heads, size)
 
 
@@ -167,35 +166,38 @@ def _deal_columns(parts: list[torch.Tensor], split: Split) -> torch.Tensor:
     """Send every process its columns of this process's slots; receive this process's columns of all slots."""
     widths = [part.shape[1] for part in parts]
     x_LW = torch.cat(parts, dim=1)
-    x_TW: torch.Tensor = _columns_of_all_slots(x_LW, split.slots, widths, split.unit, split.rank, split.group)
+    x_TW: torch.Tensor = _deal(x_LW, split.slots, widths, split.unit, split.rank, split.group, gathers=True)
     return x_TW
 
 
-# The two ways are operators of their own: torch.compile sees their shapes and not the sizes of the messages, whose
-# symbolic form would cost it minutes.
+# Both ways are one operator: torch.compile sees its shapes and not the sizes of the messages, whose symbolic form would
+# cost it minutes.
 
 
-@torch.library.custom_op("headway::columns_of_all_slots", mutates_args=())
-def _columns_of_all_slots(
-    x_LW: torch.Tensor, slots: int, widths: list[int], unit: int, rank: int, group: str
+@torch.library.custom_op("headway::deal_columns", mutates_args=())
+def _deal(
+    x: torch.Tensor, rows: int, widths: list[int], unit: int, rank: int, group: str, *, gathers: bool
 ) -> torch.Tensor:
-    sizes, width = _sizes(slots, unit, len(widths)), widths[rank]
-    messages = [sizes[rank] * columns for columns in widths]
-    sent = x_LW.new_empty(x_LW.numel())
-    for message, part in zip(torch.split(sent, messages), torch.split(x_LW, widths, dim=1), strict=True):
+    """Give this process's columns of all slots for all columns of its own slots, or the other way round.
+
+    Args:
+        x: shape (L, sum of widths) if `gathers`, else (T, own width).
+        rows: of the result.
+        widths: columns of each process.
+        unit: slots that stay together.
+        rank: this process.
+        group: name of the processes' group.
+        gathers: whether slots are gathered.
+    """
+    sizes, width = _sizes(rows if gathers else x.shape[0], unit, len(widths)), widths[rank]
+    others, messages = [size * width for size in sizes], [(x.shape[0] if gathers else rows) * w for w in widths]
+    if not gathers:
+        parts = torch.split(_all_to_all(x.flatten(), others, messages, group), messages)
+        return torch.cat([part.view(rows, columns) for part, columns in zip(parts, widths, strict=True)], dim=1)
+    sent = x.new_empty(x.numel())
+    for message, part in zip(torch.split(sent, messages), torch.split(x, widths, dim=1), strict=True):
         message.view_as(part).copy_(part)
-    return _all_to_all(sent, messages, [size * width for size in sizes], group).view(slots, width)
-
-
-@torch.library.custom_op("headway::slots_of_all_columns", mutates_args=())
-def _slots_of_all_columns(
-    x_TW: torch.Tensor, local_slots: int, widths: list[int], unit: int, rank: int, group: str
-) -> torch.Tensor:
-    sizes, width = _sizes(x_TW.shape[0], unit, len(widths)), widths[rank]
-    messages = [local_slots * columns for columns in widths]
-    received = _all_to_all(x_TW.flatten(), [size * width for size in sizes], messages, group)
-    parts = torch.split(received, messages)
-    return torch.cat([part.view(local_slots, columns) for part, columns in zip(parts, widths, strict=True)], dim=1)
+    return _all_to_all(sent, messages, others, group).view(rows, width)
 
 
 def _all_to_all(x: torch.Tensor, sent: list[int], received: list[int], group: str) -> torch.Tensor:
@@ -209,35 +211,20 @@ def _sizes(slots: int, unit: int, degree: int) -> list[int]:
     return [unit * size for size in shares(slots // unit, degree)]
 
 
-@_columns_of_all_slots.register_fake
-def _(x_LW: torch.Tensor, slots: int, widths: list[int], unit: int, rank: int, group: str) -> torch.Tensor:  # noqa: ARG001
-    return x_LW.new_empty(slots, widths[rank])
+@_deal.register_fake
+def _(
+    x: torch.Tensor, rows: int, widths: list[int], _unit: int, rank: int, _group: str, *, gathers: bool
+) -> torch.Tensor:
+    return x.new_empty(rows, widths[rank] if gathers else sum(widths))
 
 
-@_slots_of_all_columns.register_fake
-def _(x_TW: torch.Tensor, local_slots: int, widths: list[int], unit: int, rank: int, group: str) -> torch.Tensor:  # noqa: ARG001
-    return x_TW.new_empty(local_slots, sum(widths))
+def _keep(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: torch.Tensor) -> None:  # noqa: ARG001
+    x, _, *ctx.settings = inputs
+    ctx.rows, ctx.gathers = x.shape[0], keyword_only_inputs["gathers"]
 
 
-def _keep_for_columns(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:  # noqa: ARG001
-    x_LW, _, ctx.widths, ctx.unit, ctx.rank, ctx.group = inputs
-    ctx.local_slots = x_LW.shape[0]
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    return _deal(grad, ctx.rows, *ctx.settings, gathers=not ctx.gathers), None, None, None, None, None
 
 
-def _columns_backward(ctx: Any, grad_TW: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    grad = _slots_of_all_columns(grad_TW, ctx.local_slots, ctx.widths, ctx.unit, ctx.rank, ctx.group)
-    return grad, None, None, None, None, None
-
-
-def _keep_for_slots(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:  # noqa: ARG001
-    x_TW, _, ctx.widths, ctx.unit, ctx.rank, ctx.group = inputs
-    ctx.slots = x_TW.shape[0]
-
-
-def _slots_backward(ctx: Any, grad_LW: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    grad = _columns_of_all_slots(grad_LW, ctx.slots, ctx.widths, ctx.unit, ctx.rank, ctx.group)
-    return grad, None, None, None, None, None
-
-
-_columns_of_all_slots.register_autograd(_columns_backward, setup_context=_keep_for_columns)
-_slots_of_all_columns.register_autograd(_slots_backward, setup_context=_keep_for_slots)
+_deal.register_autograd(_backward, setup_context=_keep)

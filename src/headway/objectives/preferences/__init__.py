@@ -16,8 +16,8 @@ OBJECTIVE = ObjectivePlugin(
         "rows": "rows:rule_of",
         "judge": "held_out:judge_of",
         "prepare_encoder": "prompts:share_prompts",
-        "forwards": "forwards:forward_of",
-        "small_rows": "small_rows:into_pairs",
-        "suggested": "suggested:for_pairs",
+        "forwards": "plans:forward_of",
+        "small_rows": "rows:into_pairs",
+        "suggested": "plans:for_pairs",
     },
 )

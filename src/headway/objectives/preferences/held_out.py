@@ -21,10 +21,9 @@ from headway.models.load import load_model
 from headway.models.lora import has_adapters, without_adapters
 from headway.models.scores import is_scorer
 from headway.models.trial import try_packs
-from headway.objectives.preferences.losses import PairSettings, Preferring
+from headway.objectives.preferences.losses import Preferring
 from headway.objectives.preferences.reference import Scoring, plain_losses
 from headway.objectives.preferences.settings import PreferenceConfig
-from headway.objectives.preferences.unpaired import UNPAIRED
 from headway.optim import rows_for_new_tokens
 
 Refer = Callable[[Batch], torch.Tensor]
@@ -33,25 +32,13 @@ Refer = Callable[[Batch], torch.Tensor]
 Values = Mapping[str, Sequence[float]]
 """Log-probabilities of a row's answers under the reference [nats], by the row's file and place."""
 
-_ALONE = Preferring("sigmoid", PairSettings(beta=1.0))  # rewards are log-probabilities
-
-
-def preferring_of(settings: PreferenceConfig, padding: int | None = None) -> Preferring:
-    """The loss of pairs, as a run's settings have it.
-
-    Args:
-        settings: of the run.
-        padding: token that a reward model takes for padding.
-    """
-    numbers = PairSettings(
-        settings.strength, settings.label_smoothing, settings.gamma, settings.center, settings.weights
-    )
-    return Preferring(settings.loss, numbers, settings.sft_weight, padding if settings.row.scores else None)
+_ALONE = Preferring(PreferenceConfig(beta=1.0))  # rewards are log-probabilities
 
 
 def judging(preferring: Preferring) -> Preferring:
     """Loss by which held-out pairs are judged: the run's, or that of DPO if answers have no pairs in training."""
-    return replace(preferring, loss="sigmoid") if preferring.loss in UNPAIRED else preferring
+    settings = preferring.settings
+    return Preferring(settings.model_copy(update={"loss": "sigmoid"})) if settings.row.unpaired else preferring
 
 
 class PairJudge(Judge):
@@ -172,14 +159,14 @@ def judge_of(  # noqa: PLR0911 - a way to judge each
     settings = settings if isinstance(settings, PreferenceConfig) else None
     if is_scorer(model.config):
         rewards = settings if settings is not None and settings.row.scores else PreferenceConfig(loss="reward")
-        preferring = preferring_of(rewards, model.config.get_text_config().pad_token_id)
+        preferring = Preferring(rewards, model.config.get_text_config().pad_token_id)
         return PairJudge(preferring, loss=rewards.loss, note="scores of a reward model")
     if config is None or settings is None:
         return PairJudge(_ALONE, note="log-probabilities alone: the model is of no run on preferences")
-    kind, preferring = settings.compares_with, judging(preferring_of(settings))
-    facts: dict[str, Any] = {"loss": preferring.loss, "reference": kind}
+    kind, preferring = settings.compares_with, judging(Preferring(settings))
+    facts: dict[str, Any] = {"loss": preferring.settings.loss, "reference": kind}
     if kind == "none":
-        return PairJudge(preferring, **facts, note=f"loss {preferring.loss}, which has no reference")
+        return PairJudge(preferring, **facts, note=f"loss {preferring.settings.loss}, which has no reference")
     if kind == "adapters-off" and has_adapters(model):
         scoring = Scoring(judged.model_with_loss, judged.device, judged.precision.autocast, judged.group)
         plain = scoring._replace(model_with_loss=plain_losses(scoring.model_with_loss, model, config.speed.loss_chunk))
@@ -188,13 +175,13 @@ def judge_of(  # noqa: PLR0911 - a way to judge each
             with without_adapters(model):
                 return values_of(packs, plain.log_probabilities, judged.device)
 
-        note = f"loss {preferring.loss} beside the model without its adapters"
+        note = f"loss {preferring.settings.loss} beside the model without its adapters"
         return PairJudge(preferring, values=off, **facts, note=note)
     try:
         initial = _initial_scoring(config, judged)
     except HeadwayError as error:
         return PairJudge(_ALONE, note=f"log-probabilities alone: the run's reference cannot be computed. {error}")
-    note = f"loss {preferring.loss} beside the initial weights, {config.model.path}"
+    note = f"loss {preferring.settings.loss} beside the initial weights, {config.model.path}"
     return PairJudge(preferring, values=initial, **facts, note=note)
 
 

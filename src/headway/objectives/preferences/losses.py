@@ -1,7 +1,7 @@
 """Losses of preferences: functions of the log-probabilities of answers, and of what a reference gives them.
 
-`LOSSES` names them; a new one is a function here and a row of `settings.PAIR_LOSSES`. What a pack's
-slots are weighed by follows from the slope of the loss along each answer's log-probability, so that the output layer
+`LOSSES` names those of pairs; a new one is a function here and a row of `settings.PAIR_LOSSES`. What a pack's slots are
+weighed by follows from the slope of the loss along each answer's log-probability, so that the output layer
 makes gradients as for any other loss.
 
 Tensor letters: A answers of a pack, P pairs of a better and a worse answer, B best answers, L slots that this process
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch.distributed import ProcessGroup
 
 from headway.data.answers import Answers
-from headway.objectives.preferences.unpaired import UNPAIRED, unpaired_loss
+from headway.objectives.preferences.settings import PreferenceConfig
 
 
 class Pairs(NamedTuple):
@@ -70,64 +70,46 @@ class Pairs(NamedTuple):
         return self.chosen_ratio / self.chosen_tokens_P - self.rejected_ratio / self.rejected_tokens_P
 
 
-class PairSettings(NamedTuple):
-    """Numbers that losses are set by.
-
-    Attributes:
-        beta: strength of the pull to the reference, or of the margin.
-        label_smoothing: share of the pairs whose order is taken to be wrong, a fraction.
-        gamma: margin that the better answer is to have, of `simpo` [nats per token, times beta].
-        center: factor on the squared sum of a pair's rewards, of `reward`.
-        weights: factors on the loss of answers that are wished for, and of the others, of `kto`.
-    """
-
-    beta: float
-    label_smoothing: float = 0.0
-    gamma: float = 0.0
-    center: float = 0.0
-    weights: tuple[float, float] = (1.0, 1.0)
-
-
-PairFunction = Callable[[Pairs, PairSettings], torch.Tensor]
+PairFunction = Callable[[Pairs, PreferenceConfig], torch.Tensor]
 """Gives the loss of each pair, shape (P,)."""
 
 
-def sigmoid(pairs: Pairs, settings: PairSettings) -> torch.Tensor:
+def sigmoid(pairs: Pairs, settings: PreferenceConfig) -> torch.Tensor:
     """Negative log-likelihood of the order; with smoothing, of both orders in their shares."""
-    return _smoothed(settings.beta * pairs.margin, settings.label_smoothing)
+    return _smoothed(settings.strength * pairs.margin, settings.label_smoothing)
 
 
-def robust(pairs: Pairs, settings: PairSettings) -> torch.Tensor:
+def robust(pairs: Pairs, settings: PreferenceConfig) -> torch.Tensor:
     """The loss of true orders, estimated without bias from orders of which a share is wrong."""
-    logit_P, wrong = settings.beta * pairs.margin, settings.label_smoothing
+    logit_P, wrong = settings.strength * pairs.margin, settings.label_smoothing
     return -((1 - wrong) * F.logsigmoid(logit_P) - wrong * F.logsigmoid(-logit_P)) / (1 - 2 * wrong)
 
 
-def hinge(pairs: Pairs, settings: PairSettings) -> torch.Tensor:
+def hinge(pairs: Pairs, settings: PreferenceConfig) -> torch.Tensor:
     """Distance of the margin below 1 / beta, times beta."""
-    return F.relu(1 - settings.beta * pairs.margin)
+    return F.relu(1 - settings.strength * pairs.margin)
 
 
-def ipo(pairs: Pairs, settings: PairSettings) -> torch.Tensor:
+def ipo(pairs: Pairs, settings: PreferenceConfig) -> torch.Tensor:
     """Squared distance of the margin per token from 1 / (2 beta)."""
-    return (pairs.mean_margin - 1 / (2 * settings.beta)).square()
+    return (pairs.mean_margin - 1 / (2 * settings.strength)).square()
 
 
-def sigmoid_norm(pairs: Pairs, settings: PairSettings) -> torch.Tensor:
+def sigmoid_norm(pairs: Pairs, settings: PreferenceConfig) -> torch.Tensor:
     """`sigmoid` of log-ratios per token."""
-    return _smoothed(settings.beta * pairs.mean_margin, settings.label_smoothing)
+    return _smoothed(settings.strength * pairs.mean_margin, settings.label_smoothing)
 
 
-def orpo(pairs: Pairs, settings: PairSettings) -> torch.Tensor:
+def orpo(pairs: Pairs, settings: PreferenceConfig) -> torch.Tensor:
     """Negative log-likelihood of the order by the odds of the answers, per token; goes with an SFT term."""
     chosen_P, rejected_P = pairs.mean_chosen, pairs.mean_rejected
     log_odds_P = (chosen_P - rejected_P) - (_log1mexp(chosen_P) - _log1mexp(rejected_P))
-    return -settings.beta * F.logsigmoid(log_odds_P)
+    return -settings.strength * F.logsigmoid(log_odds_P)
 
 
-def simpo(pairs: Pairs, settings: PairSettings) -> torch.Tensor:
+def simpo(pairs: Pairs, settings: PreferenceConfig) -> torch.Tensor:
     """Negative log-likelihood of the order by log-probabilities per token, less a margin."""
-    logit_P = settings.beta * (pairs.mean_chosen - pairs.mean_rejected) - settings.gamma
+    logit_P = settings.strength * (pairs.mean_chosen - pairs.mean_rejected) - settings.gamma
     return _smoothed(logit_P, settings.label_smoothing)
 
 
@@ -135,7 +117,7 @@ def _smoothed(logit_P: torch.Tensor, wrong: float) -> torch.Tensor:
     return -F.logsigmoid(logit_P) * (1 - wrong) - F.logsigmoid(-logit_P) * wrong
 
 
-def reward(pairs: Pairs, settings: PairSettings) -> torch.Tensor:
+def reward(pairs: Pairs, settings: PreferenceConfig) -> torch.Tensor:
     """Negative log-likelihood of the order by the scores of a reward model, which stand for log-probabilities."""
     total_P = pairs.chosen_P + pairs.rejected_P
     return -F.logsigmoid(pairs.chosen_P - pairs.rejected_P) + settings.center * total_P.square()
@@ -167,11 +149,34 @@ LOSSES: Mapping[str, PairFunction] = {
 }
 """Losses of pairs by their names; `settings.PAIR_LOSSES` has their papers and settings."""
 
-REWARDED_PER_TOKEN = ("orpo", "simpo")
-"""Losses whose rewards are means over an answer's targets; those of all others are sums."""
 
-SCORED = ("reward",)
-"""Losses of the scores of a reward model, read at the last token of each answer."""
+def unpaired_loss(
+    ratio_P: torch.Tensor,
+    desirable_P: torch.Tensor,
+    kl: torch.Tensor | float,
+    beta: float,
+    weights: tuple[float, float],
+) -> torch.Tensor:
+    """One less the value of each answer, times the weight of its kind, shape (P,).
+
+    An answer's value is the sigmoid of how far its reward is above what is expected, or below it if the answer is not
+    wished for.
+
+    Args:
+        ratio_P: log(policy / reference) of each answer [nats].
+        desirable_P: whether it is wished for.
+        kl: what is expected of that, the estimated divergence of the policy from the reference [nats]; 0 of
+            `apo_zero_unpaired`.
+        beta: strength of the pull to the reference.
+        weights: of answers that are wished for, and of the others.
+
+    Source: Ethayarajh et al. 2024, arXiv:2402.01306, equation 7; D'Oosterlinck et al. 2024, arXiv:2408.06266, APO-zero
+    of answers without a pair, as in TRL 1.16.
+    """
+    excess_P = torch.where(desirable_P, ratio_P - kl, kl - ratio_P)
+    desirable_weight, undesirable_weight = (ratio_P.new_tensor(weight) for weight in weights)
+    weight_P = torch.where(desirable_P, desirable_weight, undesirable_weight)
+    return weight_P * torch.sigmoid(-beta * excess_P)
 
 
 class PairNumbers(NamedTuple):
@@ -199,15 +204,11 @@ class Preferring:
     """Loss of the pairs of a run.
 
     Attributes:
-        loss: name of the loss of each pair, of `LOSSES`.
-        settings: its numbers.
-        sft: factor on the mean cross-entropy of the best answers.
+        settings: of the run: the loss of each pair, and its numbers.
         padding: the token that a reward model takes for padding; None where it takes none.
     """
 
-    loss: str
-    settings: PairSettings
-    sft: float = 0.0
+    settings: PreferenceConfig
     padding: int | None = None
 
     def of_slots(self, answers: Answers, ids_T: torch.Tensor) -> torch.Tensor:
@@ -218,7 +219,7 @@ class Preferring:
             ids_T: its tokens.
         """
         of_T = answers.of_slots(len(ids_T))
-        if self.loss not in SCORED:
+        if not self.settings.row.scores:
             return of_T
         # A reward model is read at the last token of an answer that is none of padding, as transformers reads it.
         slot_T = torch.arange(len(ids_T), device=ids_T.device)
@@ -259,7 +260,7 @@ class Preferring:
             (slope_A,) = torch.autograd.grad(loss_P.sum() / per_pair, log_p_A)
         # Cross-entropies are negative log-probabilities; those of the best answers also count by themselves.
         factor_A1 = F.pad(-slope_A, (0, 1))
-        factor_A1[answers.best_B] += self.sft / per_token
+        factor_A1[answers.best_B] += self.settings.sft_weight / per_token
         nll = -log_p_A.detach()[answers.best_B].sum()
         return factor_A1.to(loss_L.dtype)[of_L], self._numbers(answers, pairs, loss_P.detach(), nll)
 
@@ -270,28 +271,27 @@ class Preferring:
             desirable: share of the answers that are wished for, where each counts by itself.
         """
         zero_P, one_P = torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
-        if self.loss not in UNPAIRED:
-            return float(LOSSES[self.loss](Pairs(zero_P, zero_P, zero_P, zero_P, one_P, one_P), self.settings))
+        if not self.settings.row.unpaired:
+            return float(LOSSES[self.settings.loss](Pairs(zero_P, zero_P, zero_P, zero_P, one_P, one_P), self.settings))
         losses = (
-            float(unpaired_loss(zero_P, one_P * side == 1, 0.0, self.settings.beta, self.settings.weights))
+            float(unpaired_loss(zero_P, one_P * side == 1, 0.0, self.settings.strength, self.settings.weights))
             for side in (1, 0)
         )
         return sum(loss * share for loss, share in zip(losses, (desirable, 1 - desirable), strict=True))
 
     def _loss(self, answers: Answers, pairs: Pairs, kl: torch.Tensor | float) -> torch.Tensor:
-        """Loss of each pair, or of each answer that counts by itself, shape (P,)."""
-        if self.loss not in UNPAIRED:
-            return LOSSES[self.loss](pairs, self.settings)
+        if not self.settings.row.unpaired:
+            return LOSSES[self.settings.loss](pairs, self.settings)
         assert answers.desirable_A is not None
         desirable_P = answers.desirable_A[answers.chosen_P]
-        return unpaired_loss(pairs.chosen_ratio, desirable_P, kl, self.settings.beta, self.settings.weights)
+        return unpaired_loss(pairs.chosen_ratio, desirable_P, kl, self.settings.strength, self.settings.weights)
 
     def _numbers(self, answers: Answers, pairs: Pairs, loss_P: torch.Tensor, nll: torch.Tensor) -> PairNumbers:
-        rewards_2P = torch.stack([pairs.chosen_ratio, pairs.rejected_ratio]).detach() * self.settings.beta
-        if self.loss in REWARDED_PER_TOKEN:
+        rewards_2P = torch.stack([pairs.chosen_ratio, pairs.rejected_ratio]).detach() * self.settings.strength
+        if self.settings.row.per_token:
             rewards_2P = rewards_2P / torch.stack([pairs.chosen_tokens_P, pairs.rejected_tokens_P])
         log_p_2P = torch.stack([pairs.chosen_P, pairs.rejected_P]).detach()
-        if self.loss not in UNPAIRED:
+        if not self.settings.row.unpaired:
             return PairNumbers(loss_P, rewards_2P, log_p_2P, nll)
         assert answers.desirable_A is not None
         desirable_P = answers.desirable_A[answers.chosen_P]

@@ -141,6 +141,5 @@ def saved_mismatches(scoring: Scoring, run_folder: Path) -> Mismatches:
 
 
 def _key(batch: Batch) -> str:
-    """A pack by its rows, in their order."""
     rows = "\0".join(f"{origin.source}\0{origin.file}\0{origin.row}" for origin in batch.origins)
     return blake2b(rows.encode(errors="surrogatepass"), digest_size=12).hexdigest()

@@ -24,8 +24,8 @@ from headway.log.run_files import write_json
 from headway.models.head import ModelWithLoss
 from headway.models.lora import without_adapters
 from headway.models.scores import name_padding
-from headway.objectives.preferences.held_out import PairJudge, Values, judging, preferring_of, values_of
-from headway.objectives.preferences.losses import SCORED, PairNumbers, Preferring
+from headway.objectives.preferences.held_out import PairJudge, Values, judging, values_of
+from headway.objectives.preferences.losses import PairNumbers, Preferring
 from headway.objectives.preferences.mismatches import Mismatches, divergence, saved_mismatches, stored_mismatches
 from headway.objectives.preferences.reference import (
     FOLDER,
@@ -39,7 +39,6 @@ from headway.objectives.preferences.reference import (
     with_reference,
 )
 from headway.objectives.preferences.settings import PreferenceConfig
-from headway.objectives.preferences.unpaired import UNPAIRED
 from headway.train.build import without_keys
 from headway.train.objective import LoopStep, Objective, RunParts
 from headway.train.share import Counts, StepShare
@@ -55,8 +54,6 @@ SCORE_TERMS = PAIR_TERMS[1:4]
 UNPAIRED_TERMS = ("reward_chosen", "reward_rejected", "log_p_chosen", "log_p_rejected", "desirable", "kl", "mismatched")
 """Sums over answers that are wished for (chosen) and not (rejected): rewards, log-probabilities [nats], and how many
 are wished for; log-ratios of answers behind other prompts [nats], and how many these are."""
-
-_TERMS = {**dict.fromkeys(SCORED, SCORE_TERMS), **dict.fromkeys(UNPAIRED, UNPAIRED_TERMS)}
 
 # Shares of the first loss by which rounding may change it; products of 16 bits round each token's loss to 1e-2.
 _ROUNDING, _ROUNDING_OF_HALVES = 1e-3, 2e-2
@@ -149,10 +146,10 @@ class Preferences(Objective):
         self._scoring = Scoring(parts.model_with_loss, parts.device, parts.autocast, parts.group)
         self._reference = self._make_reference()
         config, tokenizer = parts.trained.model.config, parts.encoder.tokenizer
-        self._preferring = preferring_of(settings, name_padding(config, tokenizer) if settings.row.scores else None)
+        self._preferring = Preferring(settings, name_padding(config, tokenizer) if settings.row.scores else None)
         self._mismatches = self._make_mismatches() if settings.loss == "kto" else None
         self._divergence: torch.Tensor | float = 0.0  # divergence of the policy from the reference in the step [nats]
-        self.terms = _TERMS.get(settings.loss, PAIR_TERMS)
+        self.terms = SCORE_TERMS if settings.row.scores else UNPAIRED_TERMS if settings.row.unpaired else PAIR_TERMS
         self.ledgers = [self._reference.cost_model] if isinstance(self._reference, AdaptersOff) else []
         notes = [self._reference.note] if isinstance(self._reference, StoredReference) else []
         notes += [self._mismatches.note] if self._mismatches is not None else []
@@ -202,8 +199,8 @@ class Preferences(Objective):
             return {"loss": None}
         means = _of_pairs(numbers.terms, share)
         loss = sum(numbers.losses) / share.divisor
-        if self._preferring.sft:
-            loss += self._preferring.sft * means["nll"]
+        if self._settings.sft_weight:
+            loss += self._settings.sft_weight * means["nll"]
         return {"loss": loss, "objective": "preference", "preference": means}
 
     def first_fault(self, record: Mapping[str, Any]) -> str:
@@ -211,7 +208,7 @@ class Preferences(Objective):
         pairs = record.get("preference")
         if self._reference is None or pairs is None:
             return ""
-        loss = record["loss"] - self._preferring.sft * pairs.get("nll", 0.0)
+        loss = record["loss"] - self._settings.sft_weight * pairs.get("nll", 0.0)
         expected = self._preferring.first_loss(pairs["desirable"] / pairs["rows"] if "rows" in pairs else 1.0)
         exact = self.parts.precision.compute == torch.float32  # rounding hardly shows in float32
         if abs(loss - expected) <= expected * (_ROUNDING if exact else _ROUNDING_OF_HALVES):
@@ -231,7 +228,6 @@ class Preferences(Objective):
         return PairJudge(judging(self._preferring), values=values)
 
     def _sums(self, numbers: PairNumbers) -> dict[str, torch.Tensor]:
-        """Sums over the pairs of a pack, by their names among `terms`."""
         rewards_2P = numbers.rewards_2P
         right = (rewards_2P[0] > rewards_2P[1]).sum()
         sums = dict(zip(PAIR_TERMS, (numbers.nll, *rewards_2P.sum(1), right, *numbers.log_p_2P.sum(1)), strict=True))
@@ -272,7 +268,6 @@ class Preferences(Objective):
         return reference
 
     def _make_mismatches(self) -> Mismatches:
-        """Estimate of the divergence in a run by KTO."""
         parts = self.parts
         if isinstance(self._reference, AdaptersOff):
             return Mismatches(self._scoring, self._reference.metered)
@@ -308,7 +303,6 @@ def _kept_values(path: Path) -> dict[str, list[float]]:
 
 
 def _of_pairs(sums: Mapping[str, float], share: StepShare) -> dict[str, Any]:
-    """Means over the pairs of a step, as its record has them."""
     pairs = sum(share.units)
     if "desirable" in sums:
         return _of_answers(sums, pairs)

@@ -314,7 +314,6 @@ def _state(file: str) -> tuple[int, ...]:
 
 
 def _media_files(sample: Sample) -> Iterator[str]:
-    """Paths and addresses of the media that a sample names; media within the row are part of its file."""
     chats = sample.chats if isinstance(sample, Preference) else (sample,) if isinstance(sample, Chat) else ()
     media = [part.media for chat in chats for part in chat.parts if isinstance(part, MediaPart)]
     for medium in chain.from_iterable(item.frames or (item,) for item in media):
@@ -327,7 +326,6 @@ def _number(value: object) -> int:
 
 
 def _read(path: Path, dtype: type = np.float64) -> NDArray[Any]:
-    """A table; an empty one where there is none."""
     try:
         table = np.load(path, allow_pickle=False)
     except FileNotFoundError:

@@ -5,8 +5,10 @@ The answers of a pack behind other prompts of the pack are as many tokens as the
 Tensor letters as in `encode`.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -118,7 +120,6 @@ def _first_learnt(sample: EncodedSample) -> int:
 
 
 def _joined(question: EncodedSample, answer: EncodedSample) -> EncodedSample:
-    """The prompt of one sample with the answer of another."""
     end, begin = _first_learnt(question), _first_learnt(answer)
     answer_S = answer.input_ids_S[begin:]
     # An answer is words, so its positions follow the largest one of the prompt, whatever axes these have.
@@ -137,3 +138,17 @@ def _joined(question: EncodedSample, answer: EncodedSample) -> EncodedSample:
         answers=(len(ids_S),),
         desirable=(True,),
     )
+
+
+def into_pairs(path: Path) -> None:
+    """Make preferences of a file of chats: each last answer, and its words the other way round as the worse one."""
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        *prompt, chosen = row.pop("messages", [None])
+        if not prompt:
+            continue  # a document
+        words = chosen["content"].split()
+        rejected = {**chosen, "content": " ".join([*words[::-1], "no"])}
+        rows.append(row | {"prompt": prompt, "chosen": [chosen], "rejected": [rejected]})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

@@ -19,6 +19,7 @@ class PairLoss:
         refers: whether it compares with a reference.
         scores: whether it compares scores of a reward model, rather than log-probabilities.
         unpaired: whether each answer counts by itself, as wished for or not.
+        per_token: whether rewards are means over an answer's targets, and not sums.
         settings: settings that it takes beside beta, and beside sft if it is of pairs of log-probabilities.
         beta: what beta is unless a run says otherwise.
         sft: likewise, the factor on the mean cross-entropy of the best answers.
@@ -28,6 +29,7 @@ class PairLoss:
     refers: bool = True
     scores: bool = False
     unpaired: bool = False
+    per_token: bool = False
     settings: tuple[str, ...] = ()
     beta: float = 0.1
     sft: float = 0.0
@@ -45,10 +47,11 @@ PAIR_LOSSES: Mapping[str, PairLoss] = {
     "sigmoid_norm": PairLoss(
         "Lambert et al. 2024, arXiv:2411.15124, length-normalised DPO", settings=("label_smoothing",), beta=5.0
     ),
-    "orpo": PairLoss("Hong et al. 2024, arXiv:2403.07691, equations 4, 6 and 7", refers=False, sft=1.0),
+    "orpo": PairLoss("Hong et al. 2024, arXiv:2403.07691, equations 4, 6 and 7", refers=False, per_token=True, sft=1.0),
     "simpo": PairLoss(
         "Meng et al. 2024, arXiv:2405.14734, equation 6",
         refers=False,
+        per_token=True,
         settings=("label_smoothing", "gamma"),
         beta=2.0,
     ),
@@ -197,7 +200,6 @@ class PreferenceConfig(ObjectiveSection):
 
     @staticmethod
     def _reads(row: PairLoss, setting: str) -> bool:
-        """Tell whether a loss takes a setting."""
         of_pairs = not (row.scores or row.unpaired)
         common = {"beta": not row.scores, "sft": of_pairs, "shared_prompts": not row.unpaired}
         return setting in row.settings or common.get(setting, False)

@@ -1,7 +1,9 @@
-"""AdamW in one pass over memory: weights and moments held in bfloat16 are read, updated and rounded by one kernel.
+"""AdamW: PyTorch's on float32 or on copies in it, or one kernel's pass over weights and moments held in bfloat16.
 
 The kernel (`one_pass_kernel`, in Triton) reads weight, gradient and both moments of a parameter, computes in float32 in
 registers, and writes weight and moments as they are held, bfloat16 rounded stochastically. Letters: P parameters.
+
+Source: Loshchilov and Hutter 2019 (arXiv:1711.05101).
 """
 
 from collections.abc import Iterable, Sequence
@@ -10,18 +12,76 @@ from typing import Any
 
 import torch
 
-from headway.count.updating import ONE_PASS_FROM
+from headway.count.updating import ONE_PASS_FROM, RULES
+from headway.optim.parts import Update, Values, is_float32, open_moment
+from headway.tracing.unwrap import local
 
+MOMENTS = RULES["adamw"].moments
 _TYPES = (torch.float32, torch.bfloat16)
 
 
-def fits_one_pass(tensors: Sequence[torch.Tensor], device_type: str) -> bool:
-    """Tell whether the kernel updates a parameter: a large one, in whole pieces of memory on its kind of device.
+def update(step: Update) -> None:
+    """Run AdamW on the parameters of a group."""
+    in_float32 = [p for p in step.states if is_float32(p, step.settings)]
+    if in_float32:
+        gradients = [local(p.grad) for p in in_float32 if p.grad is not None]
+        if step.factor is not None:
+            torch._foreach_mul_(gradients, step.factor)
+        moments = ([local(step.states[p][name]) for p in in_float32] for name in MOMENTS)
+        _fused(step, in_float32, [local(p) for p in in_float32], gradients, *moments)
+    others = [p for p in step.states if not is_float32(p, step.settings)]
+    in_one_pass = _in_one_pass(step, others)
+    # the rest: as many at a time as float32 copies may take room for, written back as they are held
+    for first, groups in step.lists(p for p in others if p not in in_one_pass):
+        noise = step.noise_of(first, stream=0)
+        for parts in groups:
+            owners = [part.parameter for part in parts]
+            states = [step.states[owner] for owner in owners]
+            weights = Values([part.of(part.parameter) for part in parts])
+            gradient = Values([part.gradient for part in parts])
+            gradient.scale(step.factor)
+            mean = open_moment(states, "exp_avg", parts, signed=True)
+            square = open_moment(states, "exp_avg_sq", parts, signed=False)
+            _fused(step, owners, weights.parts, gradient.parts, mean.parts, square.parts)
+            for values in (weights, mean, square):
+                values.write(noise, step.skip)
 
-    Args:
-        tensors: this process's weight, gradient and moments.
-        device_type: where the kernel runs.
-    """
+
+def _fused(
+    step: Update,
+    owners: Sequence[torch.Tensor],
+    weights: list[torch.Tensor],
+    gradients: list[torch.Tensor],
+    mean: list[torch.Tensor],
+    square: list[torch.Tensor],
+) -> None:
+    """Update weights and both moments in float32, of each a tensor for each owner."""
+    group, counts = step.group, [step.states[owner]["step"] for owner in owners]
+    (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
+    torch._fused_adamw_(
+        weights, gradients, mean, square, [], counts, lr=lr, beta1=beta1, beta2=beta2, weight_decay=decay,
+        eps=group["eps"], amsgrad=False, maximize=False, found_inf=step.found_inf,
+    )  # fmt: skip
+
+
+def _in_one_pass(step: Update, parameters: Sequence[torch.Tensor]) -> set[torch.Tensor]:
+    if step.one_pass_on is None:
+        return set()
+    fitting = {}
+    for parameter in parameters:
+        moments = (step.states[parameter][name] for name in MOMENTS)
+        tensors = [local(tensor) for tensor in (parameter, parameter.grad, *moments) if tensor is not None]
+        if fits_one_pass(tensors, step.one_pass_on):
+            fitting[parameter] = tensors
+    if fitting:
+        numbers_PK = numbers_of([step.states[p]["step"] for p in fitting], step.group, step.found_inf, step.factor)
+        for (parameter, tensors), numbers_K in zip(fitting.items(), numbers_PK, strict=True):
+            update_(tensors, numbers_K, step.group, step.seed_of(parameter))
+    return set(fitting)
+
+
+def fits_one_pass(tensors: Sequence[torch.Tensor], device_type: str) -> bool:
+    """Tell whether the kernel updates a parameter, by its weight, gradient and moments: large ones in whole pieces."""
     return tensors[0].numel() >= ONE_PASS_FROM and all(
         tensor.device.type == device_type and tensor.dtype in _TYPES and tensor.is_contiguous() for tensor in tensors
     )
