@@ -31,7 +31,7 @@ from headway.explain.trace import read_traces
 from headway.explain.waterfall import explain
 from headway.pages.run import waterfall_section
 from headway.report import format_bytes, format_duration, format_share
-from headway.report.bars import bar_chart
+from headway.report.charts import bar_chart
 from headway.report.page import render as render_page
 from headway.report.section import ReportSection
 from record import RESULTS, describe_environment

@@ -223,8 +223,7 @@ OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 OPTIONS_OF_OTHERS = {  # of other programs, and CSS's own variables
     "headway.audit.formats": {"--log-throughput"},  # of Megatron-LM, which wrote the log
     "headway.audit.logs": {"--callbacks"},  # of ms-swift
-    "headway.explain.nsight": {"--trace", "--type"},  # of nsys, which exports its reports
-    "headway.explain.trace_files": {"--type"},
+    "headway.explain.trace_files": {"--trace", "--type"},  # of nsys, which exports its reports
     "headway.predict.tune.measure": {"--standalone", "--nproc-per-node"},  # of torchrun, which is started
 }
 

@@ -7,6 +7,8 @@ import pytest
 from headway import load_cost_model
 from headway.audit.compare import compare
 from headway.audit.logs import read_log
+from headway.audit.rows import Log, LogRow, near
+from headway.audit.waterfalls import explain_log
 from headway.config.read import load_config
 from headway.conventions.convention import Step
 from headway.conventions.registry import get_convention
@@ -14,7 +16,6 @@ from headway.count.workload import Workload
 from headway.data.sources import open_source
 from headway.devices.lookup import named_peak
 from headway.errors import HeadwayError
-from headway.explain.logs import LoggedStep, explain_log
 from headway.predict.scale import sizes_of
 from headway.predict.solve import solve
 from headway.synthetic.new_model import write_new_model
@@ -116,7 +117,9 @@ ERRORS = [  # a call in Python, a command that meets the same mistake, and how e
         "--resumed-at 3 is for a trainer_state.json, and a.log is none.",
     ),
     (
-        lambda: explain_log([LoggedStep(step, 8.0) for step in range(1, 7)], "MaxText", "a.log", step=99),
+        lambda: explain_log(
+            Log("MaxText", (), tuple(LogRow(step, step_s=near(8.0, 1e-9)) for step in range(1, 7))), "a.log", step=99
+        ),
         ["explain", "a.log", "--step", "99"],
         "step=99: a.log has no line of it that tells its time; its steps are 1 to 6.",
         "--step 99: a.log has no line of it that tells its time; its steps are 1 to 6.",

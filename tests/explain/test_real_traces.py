@@ -18,8 +18,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.checkpoint import checkpoint
 
 from headway.explain.attribution import Phase
-from headway.explain.breakdown import OUTSIDE, break_down
-from headway.explain.products import OTHERS, gemms_of
+from headway.explain.breakdown import OTHERS, OUTSIDE, break_down, gemms_of
 from headway.explain.text import as_text
 from headway.explain.trace import read_trace
 from headway.explain.waterfall import explain

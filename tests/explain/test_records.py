@@ -295,7 +295,7 @@ def test_a_long_run_is_explained_in_windows_whose_sums_are_those_of_its_steps(tm
     times = [(0.25, 0.5 + step / 64, 100, 120) for step in range(100)]
     path = metered(tmp_path / "metrics.jsonl", times, ceiling=CEILING)
     whole = explain_records(path)
-    monkeypatch.setattr("headway.explain.recorded_steps._MOST_RECORDS", 16)
+    monkeypatch.setattr("headway.explain.run_folder._MOST_RECORDS", 16)
     windows = explain_records(path)
     assert "the run is long: up to 8 records that follow each other are joined into one." in windows.notes
     assert [window.step for window in windows.steps] == [*range(8, 97, 8), 100]

@@ -6,8 +6,8 @@ import re
 import sqlite3
 from itertools import pairwise
 
+from headway.explain.breakdown import Owners
 from headway.explain.budget import NO_COMPONENT, NeededWork
-from headway.explain.owners import Owners
 
 MAIN, BACKWARD_THREAD = 100, 101
 

@@ -7,13 +7,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.report.bars import bar_chart, heat_strip, histogram
-from headway.report.charts import FORMS, ChartMark, DrawnLine, line_chart, lines_chart, reduced
+from headway.report.charts import (
+    FORMS,
+    ChartMark,
+    DrawnLine,
+    bar_chart,
+    heat_strip,
+    histogram,
+    lines_chart,
+    reduced,
+)
 from headway.report.page import svg_file
 from headway.report.svg import AXES, NARROWEST, distinct_ticks, label_extent, labels, name_room, ticks
 
 SPACE = "{http://www.w3.org/2000/svg}"
 HOSTILE = '<script>alert(1)</script>"><img onerror=x> ]]> </style> \x1b[2J'
+
+
+def line_chart(title, steps, values, **options):
+    return lines_chart(title, [DrawnLine("", steps, values)], **options)
 
 
 def plain(value):

@@ -8,7 +8,7 @@ import pytest
 from jinja2 import UndefinedError
 
 import headway.report
-from headway.report.bars import bar_chart
+from headway.report.charts import bar_chart
 from headway.report.page import render, svg_file
 from headway.report.section import ReportSection
 

@@ -1,12 +1,13 @@
 """Numbers as people write them, held against the same numbers as Python writes them."""
 
+import math
 from decimal import Decimal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.report.quantity import bytes_in, doubt, parse_number
+from headway.report.quantity import bytes_in, doubt, finite, integer, number, parse_number, quantity
 
 NOT_NUMBERS = (
     *("", " ", "k", "%", "-", ".", "1.2.3", "1,23", "1,2345", "1__0", "0x10", "nan", "inf", "1e", "e5", "1e400", "1 2"),
@@ -82,3 +83,47 @@ def test_a_size_has_a_unit():
 def test_a_number_of_two_meanings_is_none_and_both_are_named(text, unit, whole, says):
     assert parse_number(text, unit, whole=whole) is None
     assert doubt(text, unit, whole=whole)[: len(says) or None] == says
+
+
+ODD = [
+    None,
+    True,
+    False,
+    "",
+    "x",
+    "nan",
+    [],
+    [1],
+    {},
+    math.nan,
+    math.inf,
+    -math.inf,
+    1.5,
+    10**30,
+    -(10**30),
+    "9" * 5000,
+]
+
+
+@pytest.mark.parametrize("value", ODD)
+def test_what_is_no_whole_number_of_64_bits_is_a_value_error(value):
+    with pytest.raises(ValueError, match=r"whole number|too large|invalid literal"):
+        integer(value)
+
+
+@given(st.integers(-(2**62) + 1, 2**62 - 1), st.integers(-(2**62) + 1, 2**62 - 1))
+def test_sums_and_differences_of_two_integers_stay_within_64_bits(a, b):
+    assert abs(integer(a) + integer(b)) < 2**63
+    assert abs(integer(a) - integer(b)) < 2**63
+
+
+@given(st.one_of(st.integers(), st.floats(), st.text(), st.none(), st.lists(st.integers()), st.booleans()))
+def test_readers_give_a_finite_number_or_refuse(value):
+    known = number(value)
+    assert known is None or math.isfinite(known)
+    assert (quantity(value) is None) == (known is None or abs(known) > 1e30)
+    if known is None:
+        with pytest.raises(ValueError, match="finite"):
+            finite(value)
+    else:
+        assert finite(value) == known

@@ -4,8 +4,7 @@
 numbers, restates them and attributes the difference factor by factor; `own` restates Headway's own records.
 """
 
-from headway.audit.compare import ComparisonRow, compare
-from headway.audit.factors import Factor, factors
+from headway.audit.compare import ComparisonRow, Factor, compare, factors
 from headway.audit.logs import read_log
 from headway.audit.restate import Audit, audit, own
 from headway.audit.rows import Log, LogRow

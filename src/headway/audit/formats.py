@@ -16,8 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from headway.audit import rl_formats
-from headway.audit.rl_formats import ReadPhases, ReadRows
+from headway.audit.by_phase import PHASES, READERS, ReadPhases, ReadRows
 from headway.audit.rows import NUMBER, STEP_NUMBER, Counted, Interval, LogRow, Reading, near, printed
 
 _ANY = r"(?:np\.float\d+\()?([0-9][0-9,]*(?:\.[0-9]+)?(?:[eE][+-]?\d+)?)"
@@ -335,14 +334,14 @@ _READERS: dict[str, ReadRows] = {
     "ms_swift": _ms_swift,
     "lightning": _lightning,
     "progress_bar": _progress_bar,
-    **rl_formats.READERS,
+    **READERS,
 }
 
 
 def _format_of(row: Mapping[str, Any]) -> Format:
     read_rows = _LineReader(row) if "pattern" in row else _block_rows(row) if "head" in row else _READERS[row["reader"]]
     facts = {name: row[name] for name in ("whole_job", "smoothed", "counted", "note") if name in row}
-    phases = rl_formats.PHASES.get(row.get("phases", ""))
+    phases = PHASES.get(row.get("phases", ""))
     return Format(row["tool"], row["lines"], tuple(row["conventions"]), read_rows, read_phases=phases, **facts)
 
 

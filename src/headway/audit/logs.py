@@ -15,7 +15,7 @@ from headway.audit.formats import FORMATS, KNOWN_LINES, TRL, WITHOUT_RATES, Form
 from headway.audit.rows import Log, LogRow, RecordBasis, near, printed
 from headway.errors import LogError, UsageError
 from headway.log.records import RecordReader, is_header
-from headway.report.numbers import finite, integer
+from headway.report.quantity import finite, integer
 from headway.words import Argument
 
 _JSON = re.compile(r'\s*\{\s*"')

@@ -7,7 +7,7 @@ from itertools import pairwise
 from statistics import median
 
 from headway.audit.by_phase import PhaseRow, restated
-from headway.audit.factors import Factor, factors
+from headway.audit.compare import Factor, factors
 from headway.audit.identify import Fit, Identification, counted_tokens, identify
 from headway.audit.rows import Interval, Log, LogRow, RestatedRow, per_device
 from headway.conventions import Architecture, Step, get_convention

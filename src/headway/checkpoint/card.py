@@ -22,7 +22,7 @@ from headway.log.jsonl import as_object
 from headway.log.records import RecordReader
 from headway.log.run_files import CONFIG, METRICS, RUN, LossTally
 from headway.report import Column, format_count, format_duration, format_rate, format_share
-from headway.report.markdown import markdown_code, markdown_table, markdown_text
+from headway.report.section import markdown_code, markdown_table, markdown_text
 
 FILE_NAME = "README.md"
 _ON_HUB = "hf://datasets/"  # prefix by which fsspec names a dataset of the Hub; OWNER/NAME[@REVISION]/FILE follows

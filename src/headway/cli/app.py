@@ -18,7 +18,7 @@ import headway.quiet  # noqa: F401 - before any library that complains as it is 
 from headway.cli.output import ReaderGoneError, missing_library_told, open_streams
 from headway.errors import HeadwayError, OutOfMemoryError, RankLostError, is_out_of_memory
 from headway.plugins import hooks_of_all
-from headway.report.terminal import coloured, width_of, wrapped
+from headway.report.table import coloured, width_of, wrapped
 from headway.safe_path import keep_current_folder_out
 from headway.version import __version__
 

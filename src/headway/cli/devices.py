@@ -13,7 +13,7 @@ from headway.cli.resolve import resolve_architecture, resolve_config, resolve_co
 from headway.errors import UnknownDeviceError, UsageError
 from headway.log.working import working
 from headway.report import Column, format_rate, format_share, render_lines, render_pairs, render_table
-from headway.report.terminal import width_of
+from headway.report.table import width_of
 
 if TYPE_CHECKING:
     import torch

@@ -88,7 +88,7 @@ def explain(
     # A model and a workload from the options replace those that the traces record.
     from headway.cli.explain_sources import SourceOptions, explained
     from headway.explain.explanation import JobExplanation
-    from headway.explain.stated_work import StatedWork
+    from headway.explain.trace_facts import StatedWork
 
     stated = None
     if model is not None:
@@ -111,8 +111,7 @@ def explain(
     if not isinstance(explanation, JobExplanation):
         _compare(explanation, by, as_json=as_json, markdown=markdown)
         return
-    from headway.explain.breakdown import breakdown_record
-    from headway.explain.products import gemms_record
+    from headway.explain.breakdown import breakdown_record, gemms_record
     from headway.explain.text import as_text
 
     record = explanation.to_dict()

@@ -11,20 +11,18 @@ from typing import TYPE_CHECKING
 from headway.audit.formats import is_log
 from headway.errors import ConfigError, LogError, UsageError
 from headway.explain.events import Trace
-from headway.explain.explanation import PER_SECOND_NOTE, JobExplanation
-from headway.explain.logs import LoggedStep, explain_log
+from headway.explain.explanation import JobExplanation
 from headway.explain.records import explain_records
 from headway.explain.run_folder import TRACES, newest_window
-from headway.explain.stated_work import StatedWork
 from headway.explain.trace import read_traces
+from headway.explain.trace_facts import StatedWork
 from headway.explain.trace_files import foreign_kind, is_packed
 from headway.explain.waterfall import explain as explain_traces
 from headway.files import open_plain, read_text
 from headway.log.run_files import METRICS, run_copy
-from headway.report.numbers import quantity
 
 if TYPE_CHECKING:
-    from headway.audit.rows import Reading
+    from headway.audit import Log
 
 Pair = tuple[tuple[str, JobExplanation], tuple[str, JobExplanation]]
 _BEGINNING = 1 << 16  # bytes of a file by which its kind is told
@@ -57,9 +55,6 @@ class ExplainSource:
 
 def source_of(path: Path) -> ExplainSource:
     """Recognise a source: the one place that asks what a path is.
-
-    Args:
-        path: a trace, a run folder, a file of records, or a log.
 
     Raises:
         ConfigError: there is no such file, it cannot be read, or the folder holds neither a profile nor records.
@@ -171,7 +166,9 @@ def _explained(source: ExplainSource, chosen: SourceOptions) -> JobExplanation:
         raise ConfigError(f"{file} is {source.about}.")
     if source.kind is SourceKind.RECORDS:
         return explain_records(file, step=chosen.step, rank=chosen.rank)
-    return _explained_log(file, chosen)[0]
+    from headway.audit.waterfalls import explain_log
+
+    return explain_log(_log_in(file), str(file), step=chosen.step, rank=chosen.rank)
 
 
 def _of_traces(traces: Sequence[Trace], chosen: SourceOptions) -> JobExplanation:
@@ -188,58 +185,24 @@ def _of_traces(traces: Sequence[Trace], chosen: SourceOptions) -> JobExplanation
 def records_of_log(path: Path) -> tuple[JobExplanation, list[dict[str, float]]] | None:
     """Read another tool's log as records of its steps, and explain them; None if the file is no log.
 
-    Args:
-        path: a file.
-
     Raises:
         ConfigError: it is neither a log that is known, nor records.
     """
     if path.is_dir() or not path.exists() or source_of(path).kind in (SourceKind.RECORDS, SourceKind.TRACES):
         return None
-    explanation, lines = _explained_log(path, SourceOptions(None, None, as_one_step=False, work=None, device=None))
-    by_step = {line.step: line for line in lines}
-    records, before = [], None
-    # A line stands for the steps since the one before it.
-    for waterfall in explanation.steps:
-        line, step = by_step[waterfall.step], waterfall.step
-        facts = {"mfu": line.mfu, "tokens_per_s": line.tokens_per_s, "step_s": waterfall.duration_ns / 1e9}
-        if PER_SECOND_NOTE in explanation.notes:
-            del facts["step_s"]
-        num_steps = 1 if before is None else max(1, step - before)
-        records.append({"step": step, "num_steps": num_steps} | {k: v for k, v in facts.items() if v is not None})
-        before = step
-    return explanation, records
+    from headway.audit.waterfalls import explain_log, records_of
+
+    log = _log_in(path)
+    explanation = explain_log(log, str(path))
+    return explanation, records_of(log, explanation)
 
 
-def _explained_log(path: Path, chosen: SourceOptions) -> tuple[JobExplanation, list[LoggedStep]]:
+def _log_in(path: Path) -> "Log":
     from headway.audit import read_log
 
     try:
-        log = read_log(read_text(path, errors="replace"), str(path))
+        return read_log(read_text(path, errors="replace"), str(path))
     except LogError as error:
         raise ConfigError(
             f"{path} is neither a trace of torch.profiler nor the records of a run, and it was read as a log. {error}"
         ) from error
-    # rows of any tool's log as steps, with what it prints of them
-    lines = [
-        LoggedStep(
-            step=row.step,
-            duration_s=_known(row.step_s),
-            stamp_s=row.stamp_s,
-            mfu=_known(row.mfu),
-            flops_per_s=_known(row.flops_per_s),
-            tokens_per_s=_known(row.tokens_per_s),
-            memory_share=row.memory_share,
-        )
-        for row in log.rows
-    ]
-    explanation = explain_log(lines, log.tool, str(path), step=chosen.step, rank=chosen.rank)
-    # Notes on lines that are left out, and on an MFU that is a running mean.
-    skipped = tuple(f"{count:,} lines are left out: {why}." for why, count in log.skipped.items())
-    smoothed = (f"the MFU of {log.tool} is a running mean, not that of its step.",) if log.smoothed else ()
-    return replace(explanation, notes=(*explanation.notes, *smoothed, *skipped)), lines
-
-
-def _known(printed: "Reading | None") -> float | None:
-    """A number of a log; None without one, or for a number that no step could have."""
-    return None if printed is None else quantity(printed.value)

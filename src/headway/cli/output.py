@@ -11,7 +11,7 @@ from typing import Any, TextIO
 from headway.errors import HeadwayError, UsageError
 from headway.log.working import working
 from headway.report import presentable
-from headway.report.terminal import coloured, width_of, wrapped
+from headway.report.table import coloured, width_of, wrapped
 from headway.version import install_command
 
 SCHEMA_VERSION = 1  # version of every object that --json prints

@@ -287,8 +287,7 @@ def _draw(path: Path, tokens: Any, fills: "Mapping[str, Any]", budget: "Budget")
     """
     import numpy as np
 
-    from headway.report.bars import histogram
-    from headway.report.charts import DrawnLine, lines_chart
+    from headway.report.charts import DrawnLine, histogram, lines_chart
     from headway.report.page import svg_file
 
     of_tokens = f"Share of all tokens by length of their sample [tokens], {len(tokens):,} samples"

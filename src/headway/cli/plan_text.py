@@ -18,7 +18,7 @@ from headway.report import (
     render_pairs,
     render_table,
 )
-from headway.report.terminal import coloured
+from headway.report.table import coloured
 
 if TYPE_CHECKING:
     from headway.predict.packs import Packs

@@ -49,7 +49,7 @@ def report(
     """
     from headway.cli.report_serve import serve
     from headway.pages.comparison import compared_markdown, compared_page
-    from headway.pages.names import names_of_runs
+    from headway.pages.folder import names_of_runs
     from headway.pages.run import judged_alone, judged_markdown, judged_page, report_markdown, report_page
 
     if live:
@@ -86,7 +86,6 @@ def report(
 
 
 def _write(output: Path | None, page: str, contents: str, *, open_it: bool) -> None:
-    """Write the page, and show it if asked to."""
     path, written = output or Path("report.html"), page.encode()
     write_output(path, written, option="-o")
     say(f"{shown(path)}: {contents}, {len(written):,} bytes")

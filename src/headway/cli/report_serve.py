@@ -61,8 +61,6 @@ class LivePage:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers one request."""
-
     server_version, sys_version = "headway", ""
     timeout = 5  # longest wait for a reader that sends no request, or takes no answer [s]
 

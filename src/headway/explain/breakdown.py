@@ -14,14 +14,237 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from headway.errors import ConfigError
-from headway.explain.attribution import Phase
-from headway.explain.budget import NO_COMPONENT, NeededWork
-from headway.explain.events import Kind, Trace
+from headway.explain.attribution import Attribution, Chore, Phase
+from headway.explain.budget import NO_COMPONENT, OTHER, NeededWork, tower_of
+from headway.explain.events import NONE, Kind, Product, Trace
 from headway.explain.explanation import StepWaterfall
 from headway.explain.kernels import Work, is_attention
-from headway.explain.measurement import MeasuredStep, MeasuredTrace
-from headway.explain.owners import Owners
+from headway.explain.measurement import MATMUL, MeasuredStep, MeasuredTrace
 from headway.words import Argument
+
+# In brackets, as they are no components.
+_OF_PHASE = {
+    Phase.DATA_WAIT: "(waiting for data)",
+    Phase.OPTIMIZER: "(optimizer)",
+    Phase.LOGGING: "(logging)",
+    Phase.CHECKPOINT: "(checkpoint)",
+    Phase.EVALUATION: "(evaluation)",
+    Phase.COMPILE: "(compiling)",
+}
+_OF_WORK = {Work.COMMUNICATION: "(communication)", Work.COPY: "(copies)"}
+_ATTENTION, _PRODUCTS, _WHOLE = "attention", "products", " (compiled)"
+
+
+class Owners:
+    """Names of the owners of events' time: a component of the model, or a named activity around it.
+
+    A component takes all events of its modules, forward, backward and recomputed, whatever their class. What a block
+    computes between the modules that FLOPs are counted of, such as norms and residual sums, is `TOWER.other`. A
+    compiled block has no modules within. Where a fused operator attends in each of a tower's compiled blocks, their
+    kernels are told apart by their work: `TOWER.attention`, `TOWER.products` of all other components, and `TOWER.other`
+    of what computes no product. Elsewhere all components of these blocks are one: `TOWER (compiled)`.
+    """
+
+    def __init__(self, attribution: Attribution, budget: NeededWork) -> None:
+        self._attribution, self._budget = attribution, budget
+        self._compiled = _compiled_units(attribution, budget)
+        self._unit_of = _units_of_components(attribution, self._compiled)
+        self._names: dict[tuple[str, str, bool], str] = {}
+
+    def of(self, event: int) -> str:
+        """Name the owner of an event; `NO_COMPONENT` if it is unknown."""
+        attribution = self._attribution
+        activity = _OF_PHASE.get(attribution.phase[event]) or _OF_WORK.get(attribution.work[event])
+        if activity is not None:
+            return activity
+        if attribution.chore[event] is not Chore.NONE:
+            return f"({attribution.chore[event].value})"
+        module = attribution.module[event]
+        key = module, self._work_in(module, event), attribution.passes[event] != NONE
+        if key not in self._names:
+            self._names[key] = self._owner_of_module(*key)
+        return self._names[key]
+
+    def of_component(self, component: str) -> str:
+        """Name the owner of a component's time: itself, or the compiled blocks that it is part of."""
+        return self._unit_of.get(component, component)
+
+    def matmul_ns(self, step: MeasuredStep) -> Counter[str]:
+        """Time of the matmul-class events of a step by owner [ns]."""
+        took: Counter[str] = Counter()
+        for owned in step.owned:
+            if owned.line == MATMUL:
+                took[self.of(owned.event)] += owned.ns
+        return took
+
+    def flops_run(self, step: int) -> dict[str, int]:
+        """FLOPs that ran in a step by owner, recomputation by activation checkpointing included."""
+        ran: dict[str, int] = {}
+        for component, flops in self._budget.flops_run(step).items():
+            owner = self.of_component(component)
+            ran[owner] = ran.get(owner, 0) + flops
+        return ran
+
+    def _work_in(self, module: str, event: int) -> str:
+        """Name the part of a compiled block that an event is of; "" outside of one."""
+        if module not in self._compiled:
+            return ""
+        if self._attribution.work[event] is not Work.MATMUL:
+            return OTHER
+        return _ATTENTION if is_attention(self._attribution.operator[event]) else _PRODUCTS
+
+    def _owner_of_module(self, module: str, work: str, is_in_a_pass: bool) -> str:
+        if module in self._compiled:
+            components = sorted(self._compiled[module])
+            of_work = [name for name in components if (_part(name) == _ATTENTION) == (work == _ATTENTION)]
+            unit = self.of_component((of_work or components)[0])
+            return f"{tower_of(components)}.{OTHER}" if work == OTHER and not unit.endswith(_WHOLE) else unit
+        if not module and not is_in_a_pass and not self._budget.is_undivided:
+            return NO_COMPONENT  # work of the whole model, or what backward makes of it
+        return self.of_component(self._budget.component_of(module))
+
+
+def _units_of_components(attribution: Attribution, compiled: Mapping[str, frozenset[str]]) -> dict[str, str]:
+    attending = {
+        module
+        for module, work, operator in zip(attribution.module, attribution.work, attribution.operator, strict=True)
+        if module in compiled and work is Work.MATMUL and is_attention(operator)
+    }
+    within: dict[str, set[str]] = {}
+    undivided: set[str] = set()  # towers in whose blocks no kernel of attention is seen, as where it is written out
+    for module, components in compiled.items():
+        tower = tower_of(components)
+        within.setdefault(tower, set()).update(components)
+        if module not in attending and f"{tower}.{_ATTENTION}" in components:
+            undivided.add(tower)
+    units: dict[str, str] = {}
+    for tower, of_tower in within.items():
+        attention = f"{tower}.{_ATTENTION}"
+        if tower in undivided or attention not in of_tower:
+            units |= dict.fromkeys(of_tower, f"{tower}{_WHOLE}")
+            continue
+        others = of_tower - {attention}
+        units |= dict.fromkeys(others, f"{tower}.{_PRODUCTS}" if len(others) > 1 else next(iter(others)))
+    return units
+
+
+def _part(component: str) -> str:
+    return component.rpartition(".")[2]
+
+
+def _compiled_units(attribution: Attribution, budget: NeededWork) -> dict[str, frozenset[str]]:
+    """The components in each module that runs as one compiled unit, by its path, where they are several."""
+    paths = {module for module in attribution.module if module}
+    holders = {""} if paths else set()  # modules that hold named modules, and so are no units
+    for module in paths:
+        parts = module.split(".")
+        holders.update(".".join(parts[:i]) for i in range(1, len(parts)))
+    compiled = {m for m, is_compiled in zip(attribution.module, attribution.is_compiled, strict=True) if is_compiled}
+    units = {module: budget.components_in(module) for module in compiled - holders}
+    return {module: components for module, components in units.items() if len(components) > 1}
+
+
+OTHERS = "convolutions, attention, sizes not recorded"
+
+
+@dataclass(frozen=True, slots=True)
+class GemmRow:
+    """All products of a step that have one size."""
+
+    product: Product | None  # the sizes; None of what is no product, or has none recorded
+    ns: int  # time in which their kernels ran [ns]
+    calls: int  # number of calls; 0 where there is no product
+    flops_per_s: float | None  # FLOPs of all of them / time [FLOP/s]; None where there is no product
+    of_ceiling: float | None  # the same / the best rate that the device reaches; None where that is not known
+
+    @property
+    def name(self) -> str:
+        """The sizes as `MxNxK`, of batches as `B*MxNxK`."""
+        if self.product is None:
+            return OTHERS
+        batch, m, n, k, _ = self.product
+        return f"{m}x{n}x{k}" if batch == 1 else f"{batch}*{m}x{n}x{k}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Give the JSON-ready record."""
+        return {
+            "name": self.name,
+            "ns": self.ns,
+            "shape": None if self.product is None else list(self.product[:4]),
+            "dtype": None if self.product is None else self.product.dtype,
+            "calls": self.calls,
+            "flops": 0 if self.product is None else self.product.flops * self.calls,
+            "flops_per_s": self.flops_per_s,
+            "of_ceiling": self.of_ceiling,
+        }
+
+
+def products_of(measured: MeasuredTrace, step: MeasuredStep) -> tuple[Counter[Product | None], Counter[Product | None]]:
+    """Find the matrix products that ran in a step.
+
+    Returns:
+        Time [ns] of each size, under None that of matmul-class kernels that are no product or have no sizes; and calls
+        of each size.
+    """
+    trace, host = measured.trace, measured.trace.host
+    spent: Counter[Product | None] = Counter()
+    of_operator: Counter[int] = Counter()
+    products: dict[int, Product] = {}
+    for owned in (owned for owned in step.owned if owned.line == MATMUL):
+        operator, operands = measured.operator_of(owned.event), measured.operands_of(owned.event)
+        product = None if operands is None else operands.product(trace.names[host.name[operator]])
+        if product is None:
+            spent[None] += owned.ns
+        else:
+            products[operator] = product
+            of_operator[operator] += owned.ns
+    calls: Counter[Product | None] = Counter()
+    called = NONE
+    # An operator stands before the operators of its thread that it calls.
+    for operator in sorted(products, reverse=True):
+        calls_it = called != NONE and host.track[called] == host.track[operator]
+        if calls_it and host.end_ns[called] <= host.end_ns[operator]:
+            products[operator] = products[called]  # aten::linear is the aten::addmm that it calls
+        else:
+            calls[products[operator]] += 1
+        spent[products[operator]] += of_operator[operator]
+        called = operator
+    return spent, calls
+
+
+def gemms_of(waterfall: StepWaterfall) -> list[GemmRow]:
+    """Divide the matmul-class time of a step among products by size; the rows add up to it exactly.
+
+    Returns:
+        The dearest first; last what is no product of two matrices, or has no sizes.
+
+    Raises:
+        ConfigError: there is no trace, or it has no shapes.
+    """
+    if waterfall.measured is None:
+        raise ConfigError(Argument("by", "gemm"), ": records tell nothing of products; a profile does (run.profile).")
+    measured, step = waterfall.measured
+    if not measured.trace.operands:
+        raise ConfigError(
+            Argument("by", "gemm"),
+            f": {measured.trace.path} has no shapes of operators. Profile with record_shapes=True, as Headway does; ",
+            Argument("by", "kernel"),
+            " shows the kernels by name.",
+        )
+    best = waterfall.rates.best_flops_per_s if waterfall.rates is not None else None
+    spent, calls = products_of(measured, step)
+    rows = []
+    for product, ns in spent.items():
+        rate = None if product is None else product.flops * calls[product] / ns * 1e9
+        share = None if rate is None or not best else rate / best
+        rows.append(GemmRow(product, ns, calls[product], rate, share))
+    return sorted(rows, key=lambda row: (row.product is None, -row.ns, row.name))
+
+
+def gemms_record(waterfall: StepWaterfall) -> dict[str, Any]:
+    """A step's products, JSON-ready; see `gemms_of`."""
+    return {"key": "gemm", "rows": [row.to_dict() for row in gemms_of(waterfall)]}
+
 
 By = Literal["component", "module", "kernel", "attention"]
 OUTSIDE = "(outside of modules)"
@@ -78,11 +301,6 @@ class StepAttention:
     Attributes:
         flops: FLOPs of the pairs that the masks allow, by the cost model: forward, backward, and what is run again.
 
-    Args:
-        measured: the trace.
-        step: number of the step.
-        budget: what Headway wrote into the trace.
-
     Raises:
         ConfigError: the trace does not say what each pack of the step attends to.
     """
@@ -115,7 +333,6 @@ class StepAttention:
         return None if module is None else PackLayer(module, self._pack_of.get(attribution.passes[event]))
 
     def _within(self, unit: str) -> str | None:
-        """The one module that attends in a compiled block."""
         if unit not in self._attends_in:
             inside = [module for module in self._attending if module.startswith(f"{unit}.")]
             self._attends_in[unit] = inside[0] if len(inside) == 1 else None
@@ -159,11 +376,7 @@ def break_down(waterfall: StepWaterfall, by: By) -> list[BreakdownRow]:
 
 
 def attributed_share(rows: Sequence[BreakdownRow]) -> float:
-    """Share of the time in which something ran that goes to a component or a named activity; 1.0 where nothing ran.
-
-    Args:
-        rows: of `break_down` by component.
-    """
+    """Share of the time in which something ran that goes to a component or a named activity; 1.0 where nothing ran."""
     ran_ns = sum(row.ns for row in rows if row.name != NO_KERNEL)
     unknown_ns = sum(row.ns for row in rows if row.name == NO_COMPONENT)
     return 1.0 - unknown_ns / ran_ns if ran_ns else 1.0

@@ -1,6 +1,7 @@
 """Time that a step needed, by component, at the device's peak and at its ceiling: the head of the waterfall."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,7 +76,7 @@ class NeededWork:
                 f"{source}: its object `headway` is of version {written.get('schema_version')!r}, this Headway reads "
                 f"version {SCHEMA_VERSION}. Explain it with the Headway that wrote it, or write the trace again."
             )
-        try:
+        with self._read():
             peak, ceiling = written["peak_flops_per_s"], written["ceiling_flops_per_s"]
             self.peak_flops_per_s = None if peak is None else float(peak)
             self.ceiling_flops_per_s = None if ceiling is None else float(ceiling)
@@ -85,10 +86,8 @@ class NeededWork:
             self._components = {str(path): str(name) for path, name in written["components"].items()}
             self._within = _components_within(self._components)
             self._steps = dict(written["steps"])
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise self._wrong(error) from error
-        if not all(rate is None or rate > 0 for rate in (self.peak_flops_per_s, self.ceiling_flops_per_s)):
-            raise self._wrong(ValueError(f"peak {self.peak_flops_per_s}, ceiling {self.ceiling_flops_per_s}"))
+            if not all(rate is None or rate > 0 for rate in (self.peak_flops_per_s, self.ceiling_flops_per_s)):
+                raise ValueError(f"peak {self.peak_flops_per_s}, ceiling {self.ceiling_flops_per_s}")
 
     @property
     def is_undivided(self) -> bool:
@@ -130,13 +129,11 @@ class NeededWork:
 
         None where the trace does not say, as those of earlier versions.
         """
-        try:
+        with self._read():
             packs = self._steps.get(str(step), {}).get("packs")
             if packs is None:
                 return None
             return [{str(path): [int(n) for n in flops] for path, flops in pack["attention"].items()} for pack in packs]
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise self._wrong(error) from error
 
     def useful_flops(self, step: int) -> int | None:
         """Useful FLOPs of a step; None if the trace has none of this step."""
@@ -154,10 +151,8 @@ class NeededWork:
             return None
         ceiling = self.ceiling_flops_per_s or peak
         useful, recomputed = self._useful(step), self._recomputed(step)
-        try:
+        with self._read():
             padding = int(self._steps[str(step)]["padding_flops"] or 0)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise self._wrong(error) from error
         total = sum(useful.values())
         needs, shared, shared_flops = {}, 0, 0
         for name in [*useful, *(name for name in recomputed if name not in useful)]:
@@ -176,23 +171,23 @@ class NeededWork:
         return needs
 
     def _useful(self, step: int) -> dict[str, int]:
-        try:
+        with self._read():
             parts_of = self._steps[str(step)]["useful_flops"]
             return {str(name): sum(int(flops) for flops in parts.values()) for name, parts in parts_of.items()}
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise self._wrong(error) from error
 
     def _recomputed(self, step: int) -> dict[str, int]:
-        try:
+        with self._read():
             return {str(name): int(flops) for name, flops in self._steps[str(step)]["recomputed_flops"].items()}
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise self._wrong(error) from error
 
-    def _wrong(self, error: Exception) -> ConfigError:
-        return ConfigError(
-            f"{self._source}: its object `headway` cannot be read ({type(error).__name__}: {error}). Write the "
-            "trace again with this Headway."
-        )
+    @contextmanager
+    def _read(self) -> Iterator[None]:
+        try:
+            yield
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(
+                f"{self._source}: its object `headway` cannot be read ({type(error).__name__}: {error}). Write the "
+                "trace again with this Headway."
+            ) from error
 
 
 def tower_of(components: Collection[str]) -> str:

@@ -90,11 +90,7 @@ class Comparison:
 
 
 def compare(a: tuple[str, JobExplanation], b: tuple[str, JobExplanation]) -> Comparison:
-    """Compare the mean steps of two jobs.
-
-    Args:
-        a: name and explanation of the job to compare against.
-        b: the same of the other one.
+    """Compare the mean steps of two jobs, each with its name, the second against the first.
 
     Raises:
         ConfigError: the log of one does not tell how long a step takes, so that its "step" is a second.
@@ -142,12 +138,7 @@ def _in_both_orders(first: list[str], second: list[str]) -> list[str]:
 
 
 def comparison_text(compared: Comparison, *, markdown: bool = False) -> str:
-    """Render a comparison: the differences, then the table.
-
-    Args:
-        compared: two jobs.
-        markdown: a table as Markdown has it.
-    """
+    """Render a comparison: the differences, then the table."""
     jobs = (("A", compared.a), ("B", compared.b))
     heads = [f"{letter}: {job.name}, mean of {_steps(job.mean.num_steps)}" for letter, job in jobs]
     first = ReportSection(points=[*heads, *differences(compared)])

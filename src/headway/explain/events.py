@@ -5,6 +5,7 @@ Source: `Input Dims`, `Input type` and `Input Strides` of torch.profiler with re
 
 import math
 import re
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -18,51 +19,15 @@ Column = npt.NDArray[np.int64]
 
 NONE = -1  # in any column: the event does not say
 
-# Size [byte] and short name of the types of elements, as the profiler calls them.
-_TYPES = {
-    "double": (8, "fp64"),
-    "float": (4, "fp32"),
-    "c10::BFloat16": (2, "bf16"),
-    "c10::Half": (2, "fp16"),
-    "c10::Float8_e4m3fn": (1, "fp8"),
-    "c10::Float8_e5m2": (1, "fp8"),
-    "c10::Float8_e4m3fnuz": (1, "fp8"),
-    "c10::Float8_e5m2fnuz": (1, "fp8"),
-    "signed char": (1, "int8"),
-    "unsigned char": (1, "uint8"),
-    "bool": (1, "bool"),
-    "short": (2, "int16"),
-    "short int": (2, "int16"),
-    "int": (4, "int32"),
-    "long": (8, "int64"),
-    "long int": (8, "int64"),
-    "c10::complex<float>": (8, "complex64"),
-    "c10::complex<double>": (16, "complex128"),
-}
+_TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+_TYPES = {name: (int(size), str(short)) for name, (size, short) in _TABLE["types"].items()}
 _LISTS = {"TensorList", "GenericList"}  # lists of tensors, whose types a trace does not name
-
-_WRITE_ONLY = {"fill_", "zero_", "random_", "uniform_", "normal_", "bernoulli_", "exponential_"}
-# Views: the result uses the operand's memory, or new memory that nothing is written to yet, so no bytes move. Where a
-# view has to copy (`reshape`, `contiguous`, `to`), it calls `copy_`, whose bytes are counted. In ATen these are the
-# operators whose schema returns an alias: `view(Tensor(a) self, SymInt[] size) -> Tensor(a)` (torch 2.11 to 2.13).
-_VIEWS = re.compile(
-    r"_?(adjoint|alias|align_to|as_strided|as_tensor|broadcast_to|chunk|conj|contiguous|cpu|cuda|detach|diagonal|[dhv]split|"
-    r"empty\w*|expand(_as)?|flatten|imag|lift_fresh|linalg_diagonal|m[HT]|matrix_H|moveaxis|movedim|narrow|neg_view|"
-    r"new_empty\w*|numpy_T|permute|pin_memory|positive|ravel|real|refine_names|rename|reshape(_as|_alias)?|"
-    r"resize(_as)?|resolve_(conj|neg)|"
-    r"select|slice(_inverse)?|split(_with_sizes)?|squeeze|swap(axes|dims)|t|tensor_split|to|transpose|unbind|unflatten|"
-    r"unfold|unsafe_view|unsqueeze|values|((ccol|crow|col|row)_)?indices|view(_as(_real|_complex)?)?)_?"
-)
-# Operators that touch a part of an operand; a trace does not say which part.
-_PICKING = re.compile(r"embedding\w*|index\w*|gather\w*|scatter\w*|take\w*|masked_select|masked_scatter_?|nll_loss\w*")
-# Operators of these namespaces work element by element, but for those named here. Of other namespaces (custom
+_WRITE_ONLY = set(_TABLE["operators"]["write_only"])
+_VIEWS = re.compile(f"_?({'|'.join(_TABLE['operators']['views'])})_?")
+_PICKING, _REDUCING = (re.compile("|".join(_TABLE["operators"][name])) for name in ("picking", "reducing"))
+# Operators of these namespaces work element by element, but for those of the table. Of other namespaces (custom
 # operators) nobody knows which elements they read.
 _ELEMENTWISE_NAMESPACES = {"aten", "prims", ""}
-# Operators whose result is small beside their operands.
-_REDUCING = re.compile(
-    r"(nan)?(sum|mean|prod|median)|(linalg_)?(vector_)?norm|a?(max|min)|aminmax|arg(max|min)|(std|var)(_mean)?|logsumexp|all|"
-    r"any|count_nonzero|dot|(mse|l1|smooth_l1|huber|binary_cross_entropy)\w*_loss|equal|_local_scalar_dense"
-)
 
 
 class Kind(IntEnum):

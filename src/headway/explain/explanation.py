@@ -199,26 +199,25 @@ def unprofiled_waterfall(
     rest_ns = duration_ns - sum(ns for _, _, ns, _ in amounts)
     amounts.append((UNSEPARATED, "unseparated: no profile", rest_ns, {}))
     useful_ns = next((ns for key, _, ns, _ in amounts if key == "useful"), None)
-    mfu = None if useful_ns is None else useful_ns / duration_ns
-
-    lines = tuple(
-        WaterfallLine(
-            key,
-            name,
-            ns,
-            ns / duration_ns,
-            mfu,
-            None if key == UNSEPARATED else mfu_without(useful_ns, duration_ns, key, ns),
-            parts,
-        )
-        for key, name, ns, parts in amounts
-    )
+    mfu, lines = waterfall_lines(amounts, duration_ns, useful_ns)
     return StepWaterfall(step, 0, duration_ns, mfu, lines, is_edge=False, device_name=device_name)
 
 
-def mfu_without(at_peak_ns: float | None, duration_ns: int, key: str, ns: int) -> float | None:
+def waterfall_lines(
+    amounts: Iterable[tuple[str, str, int, dict[str, int]]], duration_ns: int, at_peak_ns: float | None
+) -> tuple[float | None, tuple[WaterfallLine, ...]]:
+    """Make the lines of a step of their keys, names, times [ns] and parts, with MFU of the step and without each."""
+    mfu = None if at_peak_ns is None else at_peak_ns / duration_ns
+    # A share is of the step, not of the lines: these add up to it, with lines below zero among them.
+    return mfu, tuple(
+        WaterfallLine(key, name, ns, ns / duration_ns, mfu, _mfu_without(at_peak_ns, duration_ns, key, ns), parts)
+        for key, name, ns, parts in amounts
+    )
+
+
+def _mfu_without(at_peak_ns: float | None, duration_ns: int, key: str, ns: int) -> float | None:
     """MFU of the step without one of its lines; None for lines whose loss tells nothing."""
-    if at_peak_ns is None or key == "useful" or not 0 < ns < duration_ns:
+    if at_peak_ns is None or key in ("useful", UNSEPARATED) or not 0 < ns < duration_ns:
         return None
     return at_peak_ns / (duration_ns - ns)
 
@@ -249,7 +248,7 @@ def mean_of(steps: Sequence[StepWaterfall]) -> MeanWaterfall:
         line_ns = (before + ns) // count - before // count
         before += ns
         has_mfu = any(line.mfu_to is not None for line in of_key)
-        mfu_to = mfu_without(mfu * duration_ns, duration_ns, key, line_ns) if mfu is not None and has_mfu else None
+        mfu_to = _mfu_without(mfu * duration_ns, duration_ns, key, line_ns) if mfu is not None and has_mfu else None
         mean_parts = {name: part_ns // count for name, part_ns in parts.most_common()}
         lines.append(WaterfallLine(key, of_key[0].name, line_ns, line_ns / duration_ns, mfu, mfu_to, mean_parts))
     left_out = tuple(step.step for step in steps[:num_first])
@@ -276,7 +275,7 @@ def operand_traffic(measured: MeasuredTrace, step: MeasuredStep, bytes_per_s: fl
     An operator counts once, however many kernels it launched; on a CPU it moves nothing itself where one that it calls
     does. Operands that the memory cannot have moved in the operator's time are not counted.
     """
-    trace, events = measured.trace, measured.events
+    trace = measured.trace
     # Time by operator, for operators whose operands were recorded.
     all_ns = 0
     owned_ns: Counter[int] = Counter()  # time that the kernels of each operator owned [ns]
@@ -286,7 +285,7 @@ def operand_traffic(measured: MeasuredTrace, step: MeasuredStep, bytes_per_s: fl
         if measured.operands_of(owned.event) is not None:
             operator = measured.operator_of(owned.event)
             owned_ns[operator] += owned.ns
-            ran_ns[operator] += int(events.end_ns[owned.event] - events.start_ns[owned.event])
+            ran_ns[operator] += measured.duration_of(owned.event)
     moved = {
         operator: trace.operands[int(trace.host.operands[operator])].bytes_moved(trace.names[trace.host.name[operator]])
         for operator in owned_ns

@@ -5,8 +5,11 @@ name is an implementation, of which each library and device has thousands.
 """
 
 import re
+import tomllib
+from collections.abc import Iterable
 from enum import StrEnum
 from functools import cache
+from pathlib import Path
 
 
 class Work(StrEnum):
@@ -20,72 +23,15 @@ class Work(StrEnum):
     UNKNOWN = "unknown"
 
 
-# Words of an operator's name, between underscores: `_weight_int4pack_mm_for_cpu`, `mkldnn_rnn_layer_backward`.
-_PRODUCTS = re.compile(
-    r"(add|b|addb|baddb|s|hsp|sspadd)?mm|(add)?mv|v?dot|vecdot|addr|matmul|einsum|tensordot|q?linear|bilinear|"
-    r"trilinear|q?conv(olution|[123]d)?|attention|attn|sdpa|rnn|lstm|gru"
+def _words(words: Iterable[str]) -> re.Pattern[str]:
+    return re.compile("|".join(words))
+
+
+_TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+_PRODUCTS, _NO_PRODUCTS, _PRODUCT_NAMES = (
+    _words(_TABLE["operators"][name]) for name in ("products", "no_products", "product_names")
 )
-# Words of operators that prepare, resize or finish, and compute no product: `conv2d_prepack`, `upsample_bilinear2d`.
-# `_thnn_fused_lstm_cell` is given what the products of its gates came to.
-_NO_PRODUCTS = re.compile(
-    r"prepack|unpack|pack|reorder|convert|flatten|quantize|upsample|thnn|available|search|combination|vander|get|"
-    r"padding|stride|dilation|groups"
-)
-_PRODUCT_NAMES = re.compile(r"inner|_?thnn_conv.*")  # products by their names as a whole
-# Names of kernels, for those that no operator of PyTorch launches: in the order of this table, the first that matches.
-# A word of a name that also holds a product's (`reshape_and_cache_flash`, `flash_bwd_convert_dq`) stands before it.
-# Names are in lower case here, with one underscore before, between and behind their words.
-#
-# Sources of the names, of July to November 2026: Inductor (torch 2.0 and 2.13, torch/_inductor); Triton's tutorials 01
-# to 10; Liger-Kernel ead96b61; Unsloth 015bdef0; flash-linear-attention bc3b101d; Mamba e9594ce; bitsandbytes 95f9af30;
-# gpt-oss 7b58334 and its triton_kernels; megablocks 78eea65; FlashAttention 0251105a; FlashInfer fb28d724, which holds
-# TensorRT-LLM's; SGLang 0.5.2; vLLM's in traces of TraceLens 171dd74; DeepGEMM 54e2261; SageAttention d1a57a5; AITER
-# e4048607; MIOpen 2d1fd997; cuBLAS, cuDNN, CUTLASS, hipBLASLt and ATen in the public traces that the tests name.
-_NAMES_OF_KERNELS: tuple[tuple[Work, str], ...] = (
-    # Inductor names a kernel after the operators that it fuses, so its own word comes first: pointwise, reduction, ...
-    (Work.MEMORY, r"^_triton_(poi|per|red|for|spl|coo|unk)_|^_triton_\d"),
-    (Work.MATMUL, r"^_triton_(tem|mm|bmm|convolution|flex|scaled)"),
-    (
-        Work.COMMUNICATION,
-        r"nccl|rccl|mscclpp|msccl|nvshmem|rocshmem|deep_?ep_(intra|inter)node|cross_device_reduce|symm_mem|multimem_|"
-        r"all_?reduce|reduce_?scatter|all_?gather|all_?to_?all|moe_a2_?a|lamport|oneccl|quickreduce|send_?recv",
-    ),
-    # Kernels that prepare a product or finish it.
-    (
-        Work.MEMORY,
-        r"quant|_args_$|src2dst|reorder|permute|transpose|(?<!auto)convert|im2col|col2_?im|preprocess|swizzle|interleave|repack|"
-        r"combine|merge_(attn|state)|(attention|attn|packed|evict)_mask|and_cache|(store|set|copy)\w*_kv_?(cache|buffer)|causal_conv1d|padded_copy|attn_?res_|"
-        r"dot_do_o|_stage[23]|clear_",
-    ),
-    # Products by what no other kernel is called: libraries of matrix products, attention, mixtures of experts, LoRA.
-    (
-        Work.MATMUL,
-        r"gemm|gemv|scudnn|mat_?mul|_b?mm_|bmm_|cijk_|nvjet|xmma|cublas|tensorop|mfma|wgmma|xdlops|split_?k_?|fmha|marlin|"
-        r"(up|down|gate)_proj_|lora_(a|b|expand|shrink)_|[bs]gmv|_(sdd|dsd|dds)_|mqa_logits|sdpa|_fwd_grouped_kernel|"
-        r"(prefill|decode)_with_\w*kv_?cache|scaled_dot_kkt",
-    ),
-    # Element by element, by rows, or by places: whatever they are part of.
-    (
-        Work.MEMORY,
-        r"element|reduc|norm|soft_?max|rope_|rotary|embedding|embs_|dropout|copy|fill|memset|cast|scatter|gather|pool|"
-        r"bn_|adam|sgd|lamb|lion_|adagrad|optimizer|multi_tensor|act_and_mul|activ|silu|swish|gelu|glu_|relu|sigmoid|"
-        r"tanh|cross_entropy|loss|jsd|kl_?div|cumsum|segsum|top_?k|sort|argmax|sampling|philox|align|routing|router|"
-        r"histogram|prefix_sum|split_embedding|sparsemax|log_?sum_?exp|grpo|solve_tril|compute_grad_input|part_grad_gamma|"
-        r"bit_?(mask|matrix)|_mask(ed)?_|_gate_|gating|token_shift|finalize|expand_input|offsets|"
-        r"_(add|mul|addcmul|sum|mean|bias|index|range|indices|residual|update|concat|cat|reshape|pad|mhc|dyt|ce)_|"
-        r"tensor_op|op\d?d?_?tensor|state_passing|selective|recurrent|rwkv\d?_mix|seq_mix|distance|nchw_?to|nhwc_?to|"
-        r"kv_indices|token_pool|^_(exact|approx)_(forward|backward)_kernel|_d?fg_|lstm|gru_|cub_|thrust|rocprim|hipcub",
-    ),
-    # Attention, linear attention, convolutions and experts, by words that the kernels around them have as well.
-    (
-        Work.MATMUL,
-        r"attn|attention|neighborhood|flash|mha|_mla_|_sage_fwd|^_(fwd|bwd)(_grouped)?_kernel|^_bwd_d(q|kv|kdv)|"
-        r"_conv(?!ert)|convol|winograd|dgrad|wgrad|fprop|implicit|moe|"
-        r"chunk\w*_(fwd|bwd)|chunk_(scan|state)|parallel_\w+_(fwd|bwd)|_(forward|backward)_chunk_out|(recompute_w_u|_wu)_fwd|"
-        r"wy_repr|inverse_kernel|mamba3_siso_(fwd|bwd_kernel_dqkv)",
-    ),
-)
-_KERNEL_CLASSES = tuple((work, re.compile(pattern)) for work, pattern in _NAMES_OF_KERNELS)
+_KERNEL_CLASSES = tuple((Work(row["work"]), _words(row["words"])) for row in _TABLE["kernels"])
 # In template arguments a product's words come first: they tell of its conversions and layouts as well.
 _CLASSES_BY_ARGUMENTS = (*_KERNEL_CLASSES[:3], _KERNEL_CLASSES[4], _KERNEL_CLASSES[3], *_KERNEL_CLASSES[5:])
 _ELEMENTWISE_LIBRARIES = re.compile(r"at::native|at_cuda_detail|\bcub::|thrust::|rocprim|hipcub|fbgemm_gpu::")

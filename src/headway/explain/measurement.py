@@ -8,7 +8,7 @@ launched before, the device waited for itself: for another stream, or between tw
 import heapq
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -57,6 +57,12 @@ class Segments:
     def ns(self) -> Column:
         """Length of each piece [ns]; their sum is the window's."""
         return self.end_ns - self.start_ns
+
+    def within(self, start: int, end: int) -> Iterator[tuple[int, int]]:
+        """Number of each piece that overlaps a span, in order, and the time that it has in common with it [ns]."""
+        first = int(np.searchsorted(self.end_ns, start, side="right"))
+        for i in range(first, int(np.searchsorted(self.start_ns, end, side="left"))):
+            yield i, min(end, int(self.end_ns[i])) - max(start, int(self.start_ns[i]))
 
     def of_none(self) -> list[tuple[int, int]]:
         """The pieces in which no event ran."""
@@ -123,6 +129,10 @@ class MeasuredTrace:
         """The events that `OwnedTime.event` counts: the device's, or the host's if there is no device."""
         return self.trace.host if self.trace.is_cpu_only else self.trace.device
 
+    def duration_of(self, event: int) -> int:
+        """Duration of an event [ns]."""
+        return int(self.events.end_ns[event] - self.events.start_ns[event])
+
     def operator_of(self, event: int) -> int:
         """Index of the host event of the operator that launched an event, or that it is; NONE where none is known."""
         launch = int(self.attribution.launch[event])
@@ -148,10 +158,6 @@ class MeasuredTrace:
 
 def measure(trace: Trace, *, as_one_step: bool = False) -> MeasuredTrace:
     """Divide every step of a trace.
-
-    Args:
-        trace: the trace.
-        as_one_step: take it as one step, as one without steps is anyway.
 
     Raises:
         ConfigError: nothing runs in its steps.
@@ -267,10 +273,6 @@ class _LoopPhases:
     """Phases that the loop names in one trace (`loop:NAME`), by the host's clock; the innermost one lasts.
 
     What runs is in the phase in which the host launched it; a gap is in those that the host was in meanwhile.
-
-    Args:
-        trace: the whole trace.
-        attribution: what its events were for.
     """
 
     def __init__(self, trace: Trace, attribution: Attribution) -> None:
@@ -296,10 +298,7 @@ class _LoopPhases:
                 spent[self._at(moment)] += end - start
                 continue
             left = end - start
-            first = int(np.searchsorted(self._pieces.end_ns, start, side="right"))
-            last = int(np.searchsorted(self._pieces.start_ns, end, side="left"))
-            for i in range(first, last):
-                ns = min(end, int(self._pieces.end_ns[i])) - max(start, int(self._pieces.start_ns[i]))
+            for i, ns in self._pieces.within(start, end):
                 spent[self._names[i]] += ns
                 left -= ns
             spent[REST] += left
@@ -312,13 +311,7 @@ class _LoopPhases:
 
 
 class _IdleCauses:
-    """Causes of the gaps of one trace.
-
-    Args:
-        trace: the whole trace.
-        attribution: what its events were for.
-        which: indices of the events that count, those of the device; of the host where there is no device.
-    """
+    """Causes of the gaps between some events of one trace."""
 
     def __init__(self, trace: Trace, attribution: Attribution, which: Column) -> None:
         self._trace = trace
@@ -349,13 +342,10 @@ class _IdleCauses:
                 continue
             # Time in which the host did something that is annotated has that for its cause.
             left = end - start
-            first = int(np.searchsorted(phases.end_ns, start, side="right"))
-            last = int(np.searchsorted(phases.start_ns, end, side="left"))
-            for i in range(first, last):
+            for i, spent in phases.within(start, end):
                 owner = int(phases.owner[i])
                 phase = self._attribution.contexts[owner].phase if owner != NONE else None
                 if phase is not None:
-                    spent = min(end, int(phases.end_ns[i])) - max(start, int(phases.start_ns[i]))
                     idle.by_phase[phase] += spent
                     left -= spent
             # The rest comes of a wait that the host was in when the device ran out of work, else of late launches.

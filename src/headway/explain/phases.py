@@ -8,7 +8,7 @@ from typing import Any
 from headway.count.generation import GENERATION_QUANTITIES
 from headway.meter.step_phases import REST
 from headway.report import format_ms, format_share
-from headway.report.numbers import quantity
+from headway.report.quantity import quantity
 from headway.report.section import ReportSection
 from headway.report.step_lines import NAMES
 
@@ -105,12 +105,7 @@ def phase_lines(record: Mapping[str, Any], duration_ns: int, aside_ns: int) -> t
 
 
 def profiled_phases(times: Mapping[str, int], duration_ns: int) -> tuple[PhaseLine, ...]:
-    """Make the phases of a step of a trace.
-
-    Args:
-        times: of each phase [ns], which add up to the duration.
-        duration_ns: of the step [ns].
-    """
+    """Make the phases of a step of a trace from their times [ns], which add up to its duration [ns]."""
     in_order = sorted(times.items(), key=lambda phase: phase[0] == REST)
     return tuple(PhaseLine(name, ns, ns / duration_ns, ns) for name, ns in in_order)
 

@@ -103,10 +103,6 @@ def waited_for(step: int, ranks: Sequence[RankStep]) -> WaitedFor | None:
     What it computed longer, by more work or at less speed, is set beside each line in which it did not compute: the
     largest of these times is the cause, if it is a fair part of the waiting.
 
-    Args:
-        step: number of the step.
-        ranks: of each rank what it did, two at least.
-
     Returns:
         The rank; None where none waited.
     """

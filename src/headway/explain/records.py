@@ -22,9 +22,16 @@ from headway.explain.explanation import (
 from headway.explain.findings.evidence import RunEvidence, RunStep, StepEvidence, as_number
 from headway.explain.findings.rules import find
 from headway.explain.phases import phase_lines
-from headway.explain.recorded_steps import RecordedStep, checked_record, read_steps
-from headway.explain.run_folder import BESIDE, device_of_run, notes_of_run, time_beside
-from headway.report.numbers import finite, integer, quantity
+from headway.explain.run_folder import (
+    BESIDE,
+    RecordedStep,
+    checked_record,
+    device_of_run,
+    notes_of_run,
+    read_steps,
+    time_beside,
+)
+from headway.report.quantity import finite, integer, quantity
 from headway.report.step_lines import NAMES
 from headway.words import Argument
 
@@ -122,12 +129,10 @@ def find_in_records(records: Iterable[Mapping[str, Any]], memory_bytes: int | No
 
 
 def _counted(entries: list[RecordedStep]) -> list[RecordedStep]:
-    """The records of counted steps; all records if there are no such steps."""
     return [entry for entry in entries if not entry.is_left_out] or entries
 
 
 def _left_out(every: list[RecordedStep], entries: list[RecordedStep]) -> list[RunStep]:
-    """Make the places in the series of records that are shown nowhere."""
     if len(every) == len(entries):
         return []
     return [
@@ -335,7 +340,6 @@ def _run_step(entry: RecordedStep, waterfall: StepWaterfall, memory_bytes: int |
 
 
 def _stage(record: Mapping[str, Any]) -> frozenset[str]:
-    """Sources that a step has tokens of, which change where a stage of the run begins."""
     sources = record.get("sources")
     if not isinstance(sources, Mapping):
         return frozenset()

@@ -11,8 +11,10 @@ from headway.explain.breakdown import (
     NO_KERNEL,
     BreakdownRow,
     By,
+    GemmRow,
     attributed_share,
     break_down,
+    gemms_of,
     kind_of_module,
 )
 from headway.explain.explanation import (
@@ -26,7 +28,6 @@ from headway.explain.explanation import (
 )
 from headway.explain.kernels import readable_name
 from headway.explain.phases import phase_section, phase_sentences
-from headway.explain.products import GemmRow, gemms_of
 from headway.report import (
     format_flops,
     format_ms,
@@ -36,9 +37,8 @@ from headway.report import (
     printable,
     render_lines,
 )
-from headway.report.markdown import markdown_text
-from headway.report.section import ReportSection
-from headway.report.terminal import width_of
+from headway.report.section import ReportSection, markdown_text
+from headway.report.table import width_of
 from headway.words import Argument
 
 _MOST_STEPS = 20  # steps that are shown each
@@ -138,9 +138,6 @@ def _overview(waterfalls: Sequence[StepWaterfall]) -> ReportSection:
 def _overview_steps(waterfalls: Sequence[StepWaterfall]) -> list[tuple[str, StepWaterfall]]:
     """Choose the steps of an overview.
 
-    Args:
-        waterfalls: at least one.
-
     Returns:
         All of them with empty places, up to 20; of more, those at some places by duration, then up to five that took
         more than twice the median, in their order.
@@ -235,7 +232,6 @@ def _of_traffic(traffic: OperandTraffic) -> str:
 
 
 def _of_ranks(explanation: JobExplanation, shown: StepWaterfall) -> list[str]:
-    """Sentences on the rank that the other ranks waited for in the step, if the wait was worth a word."""
     return [
         f"{wait.sentence()}."
         for wait in explanation.waited_for

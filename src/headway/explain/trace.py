@@ -17,9 +17,8 @@ import numpy as np
 
 from headway.errors import ConfigError
 from headway.explain.events import NONE, Events, Kind, Operands, Trace
-from headway.explain.nsight import read_export
-from headway.explain.trace_files import is_database, read_texts
-from headway.report.numbers import integer
+from headway.explain.trace_files import is_database, read_export, read_texts
+from headway.report.quantity import integer
 
 MAX_EVENTS = 4_000_000  # some 2 GB and a few minutes
 _PROFILER_STEP = "ProfilerStep#"
@@ -66,9 +65,6 @@ def read_trace(path: Path) -> Trace:
 
 def read_traces(path: Path) -> list[Trace]:
     """Read the traces in a file, of any device: JSON of torch.profiler, packed or not, a zip or tar of ranks, SQLite.
-
-    Args:
-        path: the file.
 
     Raises:
         ConfigError: it holds no trace, is cut off, holds nothing that took time, or more than MAX_EVENTS events.
@@ -160,8 +156,6 @@ def nanoseconds(microseconds: int | str) -> int:
 
 
 class _Builder:
-    """Columns that grow by an event at a time."""
-
     def __init__(self, name: str) -> None:
         self.names: list[str] = []
         self.operands: list[Operands] = []

@@ -9,23 +9,23 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from headway.errors import ConfigError
+from headway.explain.breakdown import Owners
 from headway.explain.budget import head_lines
 from headway.explain.events import Trace
-from headway.explain.explanation import (
-    JobExplanation,
-    StepWaterfall,
-    WaterfallLine,
-    mfu_without,
-    operand_traffic,
-)
+from headway.explain.explanation import JobExplanation, StepWaterfall, operand_traffic, waterfall_lines
 from headway.explain.findings.evidence import StepEvidence
 from headway.explain.findings.rules import find
 from headway.explain.measurement import ASIDE, MATMUL, MeasuredStep, MeasuredTrace
-from headway.explain.owners import Owners
 from headway.explain.phases import profiled_phases
 from headway.explain.ranks import RankStep, WaitedFor, waited_for
-from headway.explain.stated_work import StatedWork, check_rates, note_on_products
-from headway.explain.trace_facts import Collectives, TraceFacts, gather_facts, waiting_in
+from headway.explain.trace_facts import (
+    StatedWork,
+    TraceFacts,
+    check_rates,
+    gather_facts,
+    note_on_products,
+    waiting_in,
+)
 from headway.explain.windows import StepWindow
 from headway.report import format_ms
 from headway.report.step_lines import NAMES, SLOW
@@ -102,7 +102,7 @@ def explain(
         # A note that holds for all ranks is printed once, without their numbers.
         for note in filter(None, (*facts.notes, about_products, *about_edges)):
             ranks_of_note.setdefault(note, []).append(number)
-        others = [other.collectives for other_rank, other in facts_of.items() if other_rank != number]
+        others = [other for other_rank, other in facts_of.items() if other_rank != number]
         waterfalls += [_waterfall(facts, which, others) for which in chosen]
     # Steps in their order, the ranks of a step beside each other.
     waterfalls.sort(key=lambda waterfall: (waterfall.step, waterfall.rank))
@@ -133,8 +133,8 @@ def _waited_for(step: int, facts_of: Mapping[int, TraceFacts]) -> WaitedFor | No
         return None
     ranks = []
     for rank, (facts, which) in steps_of.items():
-        others = {other: there.collectives for other, (there, _) in steps_of.items() if other != rank}
-        waits = waiting_in(facts.collectives, which, list(others.values())) or [0] * len(others)
+        others = {other: there for other, (there, _) in steps_of.items() if other != rank}
+        waits = waiting_in(facts, which, list(others.values())) or [0] * len(others)
         flops = facts.budget.useful_flops(step) if facts.budget is not None else None
         ranks.append(RankStep(rank, _spent(facts.measured, which)[0], flops, dict(zip(others, waits, strict=True))))
     return waited_for(step, ranks)
@@ -181,7 +181,7 @@ def _note_on_window(window: StepWindow) -> str:
     return ""
 
 
-def _waterfall(facts: TraceFacts, step: MeasuredStep, others: Sequence[Collectives]) -> StepWaterfall:
+def _waterfall(facts: TraceFacts, step: MeasuredStep, others: Sequence[TraceFacts]) -> StepWaterfall:
     measured, budget = facts.measured, facts.budget
     duration_ns, number = step.window.ns, step.window.step
     needs, useful_flops = (budget.needs(number), budget.useful_flops(number)) if budget else (None, None)
@@ -200,7 +200,7 @@ def _waterfall(facts: TraceFacts, step: MeasuredStep, others: Sequence[Collectiv
         for owner in [*needed, *(other for other in took if other not in needed)]:
             amounts.append((f"{SLOW}.{owner}", f"{SLOW}: {owner}", took[owner] - needed[owner], {}))
     # The shortest time of a collective on any rank is transfer, the rest of exposed communication is waiting.
-    waits = waiting_in(facts.collectives, step, others)
+    waits = waiting_in(facts, step, others)
     for key in ("memory", "optimizer"):
         amounts.append((key, names[key], spent[key], parts[key]))
     if waits is None:
@@ -214,12 +214,7 @@ def _waterfall(facts: TraceFacts, step: MeasuredStep, others: Sequence[Collectiv
     # MFU is the needed work's time at the peak, of the duration; each line says how far it would rise without it.
     peak = budget.peak_flops_per_s if budget and needs is not None else None
     at_peak_ns = useful_flops / peak * 1e9 if useful_flops is not None and peak else None
-    mfu = None if at_peak_ns is None else at_peak_ns / duration_ns
-    # A share is of the step, not of the lines: these add up to it, with lines below zero among them.
-    lines = tuple(
-        WaterfallLine(key, name, ns, ns / duration_ns, mfu, mfu_without(at_peak_ns, duration_ns, key, ns), of_it)
-        for key, name, ns, of_it in amounts
-    )
+    mfu, lines = waterfall_lines(amounts, duration_ns, at_peak_ns)
     return StepWaterfall(
         step=number,
         rank=measured.trace.rank,
@@ -236,7 +231,6 @@ def _waterfall(facts: TraceFacts, step: MeasuredStep, others: Sequence[Collectiv
 
 
 def _spent(measured: MeasuredTrace, step: MeasuredStep) -> tuple[Counter[str], dict[str, dict[str, int]]]:
-    """Time of each line that the trace shows by itself, and its parts."""
     spent: Counter[str] = Counter()
     of_line: dict[str, Counter[str]] = {key: Counter() for key in NAMES}
     attribution, idle = measured.attribution, step.idle

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from headway.report import format_share
-from headway.report.numbers import number
+from headway.report.quantity import number
 
 RISEN = 1.05
 """Times its least, from which on held-out loss has risen.

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 from headway.errors import LogError
 from headway.log.jsonl import read_jsonl
 from headway.report import Column, format_count, format_duration, format_share, render_pairs, render_table
-from headway.report.numbers import finite, integer
+from headway.report.quantity import finite, integer
 
 Bucket = Literal["set-up", "compile", "data wait", "step", "evaluation", "checkpoint", "recovery", "idle"]
 BUCKETS: tuple[Bucket, ...] = get_args(Bucket)

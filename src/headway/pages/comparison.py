@@ -13,16 +13,15 @@ import yaml
 
 from headway.explain.comparison import Comparison, compare, differences, line_section
 from headway.log.run_files import CONFIG
-from headway.pages.names import names_of_runs
+from headway.pages.folder import names_of_runs
 from headway.pages.run import SCHEMA_VERSION, ReportedRun, facts, machine, verdict
 from headway.pages.steps import DETAIL, SERIES
 from headway.plugins import objectives
 from headway.report import format_flops, format_rate
 from headway.report.charts import FORMS, DrawnLine, lines_chart
-from headway.report.markdown import markdown_text
-from headway.report.numbers import number
 from headway.report.page import render
-from headway.report.section import ReportSection
+from headway.report.quantity import number
+from headway.report.section import ReportSection, markdown_text
 
 _COMPARED = ("step_s", "mfu", "data_wait_share", "padding_share")  # over steps; losses stand over what they cost
 _QUANTILES = (5, 50, 95)
@@ -44,8 +43,7 @@ _SMOOTHED = 50  # a loss is the mean of so manieth part of the run before it
 
 def compared_page(a: ReportedRun, b: ReportedRun) -> str:
     """Render two runs as one HTML page."""
-    a, b = _named_apart(a, b)
-    compared = compare((a.name, a.explanation), (b.name, b.explanation))
+    a, b, compared = _compared(a, b)
     return render(
         "comparison.html.jinja",
         a=a.name,
@@ -59,8 +57,7 @@ def compared_page(a: ReportedRun, b: ReportedRun) -> str:
 
 def compared_markdown(a: ReportedRun, b: ReportedRun) -> str:
     """Render two runs as Markdown."""
-    a, b = _named_apart(a, b)
-    compared = compare((a.name, a.explanation), (b.name, b.explanation))
+    a, b, compared = _compared(a, b)
     parts = [
         f"# {markdown_text(a.name)} (A) and {markdown_text(b.name)} (B)",
         ReportSection(points=_verdict(a, b, compared)).as_markdown(),
@@ -70,10 +67,11 @@ def compared_markdown(a: ReportedRun, b: ReportedRun) -> str:
     return "\n\n".join([*parts, notes.as_markdown()])
 
 
-def _named_apart(a: ReportedRun, b: ReportedRun) -> tuple[ReportedRun, ReportedRun]:
-    """Two runs under names that distinguish them."""
+def _compared(a: ReportedRun, b: ReportedRun) -> tuple[ReportedRun, ReportedRun, Comparison]:
+    """Compare two runs under names that distinguish them."""
     names = names_of_runs([a.path, b.path])
-    return replace(a, name=names[0]), replace(b, name=names[1])
+    compared = compare((names[0], a.explanation), (names[1], b.explanation))
+    return replace(a, name=names[0]), replace(b, name=names[1]), compared
 
 
 def _verdict(a: ReportedRun, b: ReportedRun, compared: Comparison) -> list[str]:
@@ -93,7 +91,6 @@ def _verdict(a: ReportedRun, b: ReportedRun, compared: Comparison) -> list[str]:
 
 
 def _settings_in_words(a: ReportedRun, b: ReportedRun) -> list[str]:
-    """The first settings that differ, without the folder, which always does."""
     changed = [row for row in _settings(a, b).rows if row[0] != "run.folder"]
     if not changed:
         return []
@@ -103,7 +100,6 @@ def _settings_in_words(a: ReportedRun, b: ReportedRun) -> list[str]:
 
 
 def _waste_differs(a: ReportedRun, b: ReportedRun) -> list[str]:
-    """Change of the FLOPs that are computed for each useful FLOP, if the two runs differ."""
     ratios = _computed_of_useful(a), _computed_of_useful(b)
     if math.isclose(*ratios, rel_tol=_SAME_WORK):
         return []
@@ -111,7 +107,6 @@ def _waste_differs(a: ReportedRun, b: ReportedRun) -> list[str]:
 
 
 def _peaks_differ(a: ReportedRun, b: ReportedRun) -> list[str]:
-    """Warning that shares of two different peaks are compared, if they are."""
     peaks = [number(run.records[-1].get("peak_flops_per_s")) for run in (a, b)]
     if None in peaks or math.isclose(*(peak or 0.0 for peak in peaks), rel_tol=_SAME_PEAK):
         return []
@@ -143,10 +138,6 @@ def _interval(a_s: "np.ndarray", b_s: "np.ndarray") -> tuple[float, float]:
 
 def _means(values: "np.ndarray", run: str) -> "np.ndarray":
     """Means over the steps as they could have come out, by drawing blocks of steps again; the same draws each time.
-
-    Args:
-        values: of each step.
-        run: "A" or "B", whose draws do not depend on each other.
 
     Source: the moving block bootstrap, Kuensch 1989, "The jackknife and the bootstrap for general stationary
     observations", Annals of Statistics 17.
@@ -340,7 +331,6 @@ def _settings(a: ReportedRun, b: ReportedRun) -> ReportSection:
 
 
 def _sections_of(name: str) -> list[str]:
-    """The sections that a setting is in, the outermost first."""
     return [name[: dot.start()] for dot in re.finditer(r"\.", name)]
 
 

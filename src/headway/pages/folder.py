@@ -1,8 +1,11 @@
-"""Read a run folder and make the sections of its report: tables, charts and settings."""
+"""Run folders: names by which a reader distinguishes them, and sections of a report: tables, charts and settings."""
 
+import itertools
 import json
 import re
 import shlex
+import unicodedata
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,12 +19,78 @@ from headway.log.held_out import HeldOutTally
 from headway.log.jsonl import as_object
 from headway.log.run_files import METRICS
 from headway.plugins import hooks_of_all
-from headway.report import format_bytes, format_flops, format_rate, format_share
-from headway.report.bars import bar_chart, heat_strip
-from headway.report.charts import ChartMark, DrawnLine, line_chart
-from headway.report.numbers import number, numbers
-from headway.report.secrets import HIDDEN
+from headway.report import format_bytes, format_flops, format_rate, format_share, printable
+from headway.report.charts import ChartMark, DrawnLine, bar_chart, heat_strip, lines_chart
+from headway.report.quantity import number, numbers
+from headway.report.secrets import HIDDEN, hide_people
 from headway.report.section import ReportSection
+
+_LONGEST_NAME = 48  # length of a name [characters]
+_BEFORE = 12  # beginning of a window of a long name before the place where names differ [characters]
+
+
+def names_of_runs(paths: Sequence[Path]) -> list[str]:
+    """Name run folders, or files of records, each differently for the eye.
+
+    Args:
+        paths: at least one, which is named with the folder that it is in; metrics.jsonl stands for its folder.
+
+    Returns:
+        As many names of at most 48 characters, a number in brackets behind them where paths alone do not differ.
+
+    >>> names_of_runs([Path("/runs/before/run"), Path("/runs/after/run")])
+    ['before', 'after']
+    >>> names_of_runs([Path("/runs/digits/run/metrics.jsonl")])
+    ['digits/run']
+    """
+    parts = [_parts(path) for path in paths]
+    last = [path[-1] for path in parts]
+    if len(parts) == 1:
+        own, with_folder = (printable("/".join(parts[0][-count:])) for count in (1, 2))
+        return _shortened([with_folder if len(with_folder) <= _LONGEST_NAME else own])
+    # An ending that all paths share tells nothing, as `run` in a/run and b/run.
+    while all(len(path) > 1 for path in parts) and len({path[-1] for path in parts}) == 1:
+        parts = [path[:-1] for path in parts]
+    most = max(map(len, parts))
+    suffixes = (["/".join(path[-length:]) for path in parts] for length in range(1, most + 1))
+    names = next((tried for tried in suffixes if len({*tried}) == len(paths)), last)
+    shown = _shortened([printable(name) for name in names])
+    # Names that look alike nevertheless are numbered, past numbers that are names themselves.
+    looks = Counter(map(_look, shown))
+    used = {look for look, count in looks.items() if count == 1}
+    names = []
+    for name in shown:
+        numbered = (f"{name} ({n})" for n in itertools.count(1))
+        distinct = name if looks[_look(name)] == 1 else next(tried for tried in numbered if _look(tried) not in used)
+        used.add(_look(distinct))
+        names.append(distinct)
+    return names
+
+
+def _parts(path: Path) -> tuple[str, ...]:
+    absolute = path.absolute()
+    folder = absolute.parent if absolute.name == METRICS else absolute
+    parts = hide_people(str(folder)).split("/")  # pages are shown to others
+    return tuple(part for part in parts if part not in ("", ".", "..")) or (str(folder),)
+
+
+def _shortened(names: Sequence[str]) -> list[str]:
+    """Names of bounded length, each with the place where it differs from the rest."""
+    room = _LONGEST_NAME - 6  # for "..." on both sides
+    differs = next((place for place, letters in enumerate(zip(*names, strict=False)) if len({*letters}) > 1), 0)
+    start = max(0, differs - _BEFORE)
+    return [name if len(name) <= _LONGEST_NAME else _window(name, min(start, len(name) - room), room) for name in names]
+
+
+def _window(name: str, start: int, room: int) -> str:
+    end = start + room
+    return f"{'...' if start else ''}{name[start:end]}{'...' if end < len(name) else ''}"
+
+
+def _look(name: str) -> str:
+    """A name as the eye has it: letters that are composed in another way look the same."""
+    return unicodedata.normalize("NFKC", name)
+
 
 SUMMARY, RESUMES = "summary.json", "resumes.jsonl"
 EXPLANATION = "explain.json"
@@ -39,13 +108,7 @@ _NOTHING = ReportSection("", (), ())
 def folder_sections(
     folder: Path | None, records: Sequence[Mapping[str, Any]], marks: Sequence[ChartMark] = ()
 ) -> dict[str, list[ReportSection]]:
-    """Sections of a run beside its mean step, by heading; a section without rows stands for missing files.
-
-    Args:
-        folder: of the run; None for a file of records, which has its own alone.
-        records: of steps.
-        marks: what happened in the run, for charts over its steps.
-    """
+    """Sections of a run beside its mean step, by heading; a section without rows stands for missing files."""
     ranks, sources = _ranks(records), _source_losses(records, marks)
     if folder is None:
         return {"Speed and memory": ranks, "Data": sources}
@@ -65,7 +128,6 @@ def held_out_loss(folder: Path) -> DrawnLine | None:
 
 
 def _source_losses(records: Sequence[Mapping[str, Any]], marks: Sequence[ChartMark]) -> list[ReportSection]:
-    """The loss of each source over the steps, where there are several."""
     names = dict.fromkeys(name for record in records for name in _mapping(record.get("sources")))
     shown = [*names][:_MOST_SOURCES] if len(names) > 1 else []
     parts = _source_shares(records, shown)
@@ -75,7 +137,7 @@ def _source_losses(records: Sequence[Mapping[str, Any]], marks: Sequence[ChartMa
         if points:
             title = f"Loss of source {name}"
             steps = [float(record["step"]) for record in records]
-            chart = line_chart(title, steps, values, form="plain", marks=marks)
+            chart = lines_chart(title, [DrawnLine("", steps, values)], form="plain", marks=marks)
             ends = (("first", points[0]), ("last", points[-1]))
             rows = [[f"{which}, step {step}", f"{loss:.4g}"] for which, (step, loss) in ends]
             parts.append(ReportSection(title, ["of the records", "loss"], rows, chart=chart))
@@ -101,7 +163,6 @@ def _source_shares(records: Sequence[Mapping[str, Any]], names: Sequence[str]) -
 
 
 def _ranks(records: Sequence[Mapping[str, Any]]) -> list[ReportSection]:
-    """Work and speed of each rank over the steps, where there are several."""
     parts = []
     for key, what, form in (
         ("rank_flops", "Work of each rank, useful FLOPs of a step over the mean of all ranks", format_share),
@@ -268,7 +329,6 @@ def _overfitting(records: Sequence[Mapping[str, Any]], evaluations: Sequence[Map
 
 
 def _answers(folder: Path) -> ReportSection:
-    """Answers in words of the last evaluation that asked for them."""
     answers = [record for record in _lines(folder / "samples.jsonl") if record.get("kind") == "sample"]
     last = [record for record in answers if record.get("step") == answers[-1].get("step")]
     rows = [
@@ -291,7 +351,6 @@ def _is_picture(value: object) -> bool:
 
 
 def _of_families(folder: Path) -> list[ReportSection]:
-    """Sections that installed families of models have left in a run's folder."""
     return [section for sections in hooks_of_all("sections") for section in sections(folder)]
 
 
@@ -321,12 +380,7 @@ _UNSAID = "not set"
 
 
 def changed_settings(config: str, facts: str) -> ReportSection:
-    """The settings that differ from the recipe's file or from the default; no rows where the texts are no run's.
-
-    Args:
-        config: config.yaml, without secrets.
-        facts: run.json, without secrets; empty where there is none.
-    """
+    """The settings that differ from the recipe's file or from the default; no rows where the texts are no run's."""
     try:
         resolved, run = yaml.safe_load(config), json.loads(facts or "{}")
     except (yaml.YAMLError, ValueError, RecursionError):
@@ -355,11 +409,7 @@ def changed_settings(config: str, facts: str) -> ReportSection:
 
 
 def provenance(facts: str) -> ReportSection:
-    """Command, host, device and versions of a run; no rows where the text is no run's.
-
-    Args:
-        facts: run.json, without secrets; empty where there is none.
-    """
+    """Command, host, device and versions of a run; no rows where the text is no run's."""
     run = as_object(facts.encode()) or {}
     command, device, software = run.get("command"), run.get("device"), run.get("software")
     facts_by_name = {

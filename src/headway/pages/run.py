@@ -31,28 +31,8 @@ from headway.explain.waterfall import explain
 from headway.log.jsonl import as_object
 from headway.log.run_files import CONFIG, METRICS, RUN, SUMMARY
 from headway.meter.goodput_report import FILE_NAME, GoodputReport, read_goodput
-from headway.pages.folder import changed_settings, folder_sections, held_out, held_out_loss, provenance
-from headway.pages.names import names_of_runs
-from headway.pages.steps import (
-    DATA,
-    LEARNING,
-    MOST_KNOTS,
-    SERIES,
-    SPEED,
-    components,
-    further_series,
-    known,
-    legend,
-    marks_of,
-    mean_phase_lines,
-    phase_chart,
-    source_tokens,
-    stages,
-    step_series,
-    step_times,
-    summary_of,
-)
-from headway.pages.verdict import first_sentence, scores
+from headway.pages import steps
+from headway.pages.folder import changed_settings, folder_sections, held_out, held_out_loss, names_of_runs, provenance
 from headway.report import (
     Column,
     format_bytes,
@@ -62,13 +42,11 @@ from headway.report import (
     format_rate,
     format_share,
 )
-from headway.report.bars import bar_chart
-from headway.report.charts import FORMS, ChartMark
-from headway.report.markdown import markdown_table, markdown_text
-from headway.report.numbers import number
+from headway.report.charts import FORMS, ChartMark, bar_chart
 from headway.report.page import render
+from headway.report.quantity import number
 from headway.report.secrets import without_secrets
-from headway.report.section import ReportSection
+from headway.report.section import ReportSection, markdown_table, markdown_text
 
 SCHEMA_VERSION = 1
 _LONGEST_FILE = 20_000  # length of config.yaml and run.json on the page [characters]
@@ -114,13 +92,7 @@ def read_run(path: Path) -> ReportedRun:
 
 
 def assembled(path: Path, explanation: JobExplanation, records: Sequence[Mapping[str, Any]]) -> ReportedRun:
-    """Add the files that stand beside the records of a run.
-
-    Args:
-        path: run folder, file of a meter's records, or another tool's log.
-        explanation: of its steps.
-        records: of as many steps, each once, with its number as "step".
-    """
+    """Add the files that stand beside the records of a run, or another tool's log, to its explanation."""
     file = path / METRICS if path.is_dir() else path
     # Files that stand beside the records of a run folder.
     folder = file.parent
@@ -145,15 +117,12 @@ def assembled(path: Path, explanation: JobExplanation, records: Sequence[Mapping
         goodput=goodput,
         notes=(*notes, *about_profile),
         files=texts_of(path),
-        marks=marks_of(folder if file.name == METRICS else None, records),
+        marks=steps.marks_of(folder if file.name == METRICS else None, records),
     )
 
 
 def read_profile(folder: Path) -> tuple[StepProfile | None, tuple[str, ...]]:
     """Read the newest profile of a run folder.
-
-    Args:
-        folder: of the run.
 
     Returns:
         The profile, None where there is none or it cannot be read; and what a reader must know of it.
@@ -232,8 +201,8 @@ def report_page(run: ReportedRun) -> str:
         facts=facts(run),
         has_goodput=run.goodput is not None,
         first=[*_waterfalls(run), *_goodput(run)],
-        legend=legend(run.marks),
-        phases=phase_chart(run.explanation.steps),
+        legend=steps.legend(run.marks),
+        phases=steps.phase_chart(run.explanation.steps),
         findings=run.findings,
         by_heading=_over_the_run(run),
         notes=run.notes,
@@ -256,21 +225,24 @@ def report_markdown(run: ReportedRun) -> str:
 def _over_the_run(run: ReportedRun) -> dict[str, list[ReportSection]]:
     """Charts over the steps and tables of totals, by the heading that they stand under."""
     held_out = None if run.folder is None else held_out_loss(run.folder)
-    of = partial(step_series, run.records, run.marks, {} if held_out is None else {"loss": held_out})
-    config, facts_of_run = run.files.get(CONFIG, ""), run.files.get(RUN, "")
+    of = partial(steps.step_series, run.records, run.marks, {} if held_out is None else {"loss": held_out})
     of_records = {
-        "Learning": of((*LEARNING, *further_series(run.records))),
-        "Speed and memory": [*of(SPEED), *step_times(run.records), *components(run.records)],
-        "Data": [*of(DATA), *source_tokens(run.records), stages(run.marks, run.records)],
-        "The run": [],
+        "Learning": of((*steps.LEARNING, *steps.further_series(run.records))),
+        "Speed and memory": [*of(steps.SPEED), *steps.step_times(run.records), *steps.components(run.records)],
+        "Data": [*of(steps.DATA), *steps.source_tokens(run.records), steps.stages(run.marks, run.records)],
     }
-    of_folder = folder_sections(run.folder, run.records, run.marks)
-    of_files = {"The run": [changed_settings(config, facts_of_run), provenance(facts_of_run)]}
-    by_heading = {}
-    for heading in of_records:
-        sections = chain.from_iterable(part.get(heading, ()) for part in (of_records, of_folder, of_files))
-        by_heading[heading] = [section for section in sections if section.rows]
-    return {heading: sections for heading, sections in by_heading.items() if sections}
+    return _by_heading(run.files, of_records, folder_sections(run.folder, run.records, run.marks))
+
+
+def _by_heading(files: Mapping[str, str], *parts: Mapping[str, list[ReportSection]]) -> dict[str, list[ReportSection]]:
+    """Put parts of a page and the sections of its files together under their headings, without sections of no rows."""
+    config, run_facts = files.get(CONFIG, ""), files.get(RUN, "")
+    of_files = {"The run": [changed_settings(config, run_facts), provenance(run_facts)]}
+    sections = {
+        heading: [section for part in (*parts, of_files) for section in part.get(heading, ()) if section.rows]
+        for heading in ("Learning", "Speed and memory", "Data", "The run")
+    }
+    return {heading: shown for heading, shown in sections.items() if shown}
 
 
 def verdict(run: ReportedRun) -> str:
@@ -279,7 +251,7 @@ def verdict(run: ReportedRun) -> str:
     summary = run.folder / SUMMARY if run.folder is not None else None
     ended = as_object(summary.read_bytes()) if summary is not None and summary.is_file() else None
     seconds = None if PER_SECOND_NOTE in run.explanation.notes else float(_seconds(run)[-1])
-    return first_sentence(
+    return steps.first_sentence(
         run.records,
         run.mean,
         run.findings,
@@ -302,7 +274,7 @@ def facts(run: ReportedRun) -> list[tuple[str, str]]:
     first = run.explanation.steps[0].step - int(number(run.records[0].get("num_steps")) or 1) + 1
     rows = []
     # Use of the hardware, and the rule by which it is counted.
-    if mfu := known(run.records, "mfu"):
+    if mfu := steps.known(run.records, "mfu"):
         low, middle, high = (format_share(float(value)) for value in np.percentile(mfu, [5, 50, 95]))
         rows.append(("MFU, median of records (5th to 95th percentile)", f"{middle} ({low} to {high})"))
     if run.mean.mfu is not None:
@@ -322,19 +294,18 @@ def facts(run: ReportedRun) -> list[tuple[str, str]]:
         rows.append(("model", f"{model.get('class')}, {parameters / 1e6:,.4g} M parameters"))
     if (ranks := number(last.get("world_size"))) is not None:
         rows.append(("ranks", f"{ranks:g}" + (f" x {device['name']}" if "name" in device else "")))
-    if loss := known(run.records, "loss"):
+    if loss := steps.known(run.records, "loss"):
         rows.append(("loss, first and last record", f"{FORMS['plain'](loss[0])}, {FORMS['plain'](loss[-1])}"))
-    if tokens := known(run.records, "tokens"):
+    if tokens := steps.known(run.records, "tokens"):
         rows.append(("tokens", format_count(int(sum(tokens)))))
-    if memory := known(run.records, "peak_memory_bytes"):
+    if memory := steps.known(run.records, "peak_memory_bytes"):
         rows.append(("memory, most of a rank", format_bytes(max(memory))))
-    if len(energy := known(run.records, "energy_j")) == len(run.records):
+    if len(energy := steps.known(run.records, "energy_j")) == len(run.records):
         rows.append(("energy, as the devices measured it", f"{sum(energy) / 3.6e6:.4g} kWh"))
     return rows
 
 
 def _waterfalls(run: ReportedRun) -> list[ReportSection]:
-    """The mean step of the newest profile, which separates all lines, and the mean step of all records."""
     says = "Each bar begins where the one before ends; together they are the step."
     sections = [] if run.profile is None else [waterfall_section(run.profile.mean, run.profile.about, "profiled steps")]
     return [
@@ -344,13 +315,7 @@ def _waterfalls(run: ReportedRun) -> list[ReportSection]:
 
 
 def waterfall_section(mean: MeanWaterfall, says: str, what: str = "records") -> ReportSection:
-    """Show the lines of a mean step as a table, and lines above zero as bars.
-
-    Args:
-        mean: the step.
-        says: a sentence before the table.
-        what: the step is the mean of.
-    """
+    """Show the lines of a mean step as a table, and lines above zero as bars."""
     bars = [(line.name, line.ns / 1e9) for line in mean.lines if line.ns > 0]
     rows = [[line.name, format_ms(line.ns), format_share(line.share)] for line in mean.lines]
     rows.append(["step", format_ms(mean.duration_ns), format_share(1.0)])
@@ -371,7 +336,7 @@ def _goodput(run: ReportedRun) -> list[ReportSection]:
 
 def machine(run: ReportedRun) -> dict[str, Any]:
     """Numbers of the page of a run, JSON-ready."""
-    series = (*SERIES, *further_series(run.records))
+    series = (*steps.SERIES, *steps.further_series(run.records))
     by_key = {key: [number(record.get(key)) for record in run.records] for key, _, _ in series}
     return {
         "schema_version": SCHEMA_VERSION,
@@ -379,12 +344,12 @@ def machine(run: ReportedRun) -> dict[str, Any]:
         "num_records": len(run.records),
         "mean_step": mean_record(run.name, run.mean, run.explanation.notes)
         | {"lines": {line.key: line.ns for line in run.mean.lines}},
-        "phases": [phase.to_dict() for phase in mean_phase_lines(run.explanation.steps)],
+        "phases": [phase.to_dict() for phase in steps.mean_phase_lines(run.explanation.steps)],
         "goodput": None if run.goodput is None else run.goodput.to_dict(),
         "findings": [finding.to_dict() for finding in run.findings],
         "axes": _axes(run),
         "series": {
-            key: summary_of(run.records, values)
+            key: steps.summary_of(run.records, values)
             for key, values in by_key.items()
             if any(value is not None for value in values)
         },
@@ -394,7 +359,7 @@ def machine(run: ReportedRun) -> dict[str, Any]:
 def _axes(run: ReportedRun) -> dict[str, list[float]]:
     """Tokens and time up to steps of the run, evenly chosen, for charts over either."""
     last = len(run.records) - 1
-    places = np.unique(np.linspace(0, last, min(last + 1, MOST_KNOTS)).round().astype(int))
+    places = np.unique(np.linspace(0, last, min(last + 1, steps.MOST_KNOTS)).round().astype(int))
     axes = {"step": [run.records[place]["step"] for place in places]}
     if PER_SECOND_NOTE not in run.explanation.notes:
         axes["seconds"] = [round(float(seconds), 3) for seconds in _seconds(run)[places]]
@@ -405,11 +370,7 @@ def _axes(run: ReportedRun) -> dict[str, list[float]]:
 
 
 def judged_alone(path: Path) -> list[Mapping[str, Any]]:
-    """Read the evaluations of a run folder, or of its metrics.jsonl; none where there is no such file.
-
-    Args:
-        path: of a run without a record of a step.
-    """
+    """Read the evaluations of a run folder, or of its metrics.jsonl; none where there is no such file."""
     file = path / METRICS if path.is_dir() else path
     return held_out(file.parent) if file.name == METRICS and file.is_file() else []
 
@@ -444,20 +405,13 @@ def judged_markdown(path: Path, evaluations: Sequence[Mapping[str, Any]]) -> str
 
 
 def _judged_sentence(evaluations: Sequence[Mapping[str, Any]]) -> str:
-    """Number of evaluations, and the results of the last one."""
     count = len(evaluations)
     many = f"{format_count(count)} evaluation{'' if count == 1 else 's'} and no step of training"
-    step, score = number(evaluations[-1].get("step")), scores(evaluations[-1])
+    step, score = number(evaluations[-1].get("step")), steps.scores(evaluations[-1])
     when = "" if step is None else f", after step {step:,.0f}"
     result = f"the loss was {score}" if number(evaluations[-1].get("loss")) is not None else score
     return f"{many}; at the last one{when}, {result or 'no score is recorded'}."
 
 
 def _judged_sections(path: Path) -> dict[str, list[ReportSection]]:
-    """Sections of the folder without the sections of its steps, by heading."""
-    folder, texts = path if path.is_dir() else path.parent, texts_of(path)
-    of_folder = folder_sections(folder, ())
-    files = [changed_settings(texts.get(CONFIG, ""), texts.get(RUN, "")), provenance(texts.get(RUN, ""))]
-    by_heading = of_folder | {"The run": [*of_folder["The run"], *files]}
-    shown = {heading: [section for section in parts if section.rows] for heading, parts in by_heading.items()}
-    return {heading: parts for heading, parts in shown.items() if parts}
+    return _by_heading(texts_of(path), folder_sections(path if path.is_dir() else path.parent, ()))

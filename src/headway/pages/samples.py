@@ -19,11 +19,7 @@ _LONGEST_SIDE = 320  # longest side of a picture on the page [pixels]
 
 
 def samples_page(view: "DataView") -> str:
-    """Render samples, pictures and packs as one HTML page.
-
-    Args:
-        view: samples and packs; whatever stands in them is escaped.
-    """
+    """Render samples, pictures and packs as one HTML page; whatever stands in them is escaped."""
     budget = view.budget
     lines = [] if budget is None else [pack_line(number, pack, budget) for number, pack in enumerate(view.packs, 1)]
     return render(

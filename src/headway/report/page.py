@@ -23,21 +23,12 @@ _WIDTH, _HEADING, _APART = 640, 28, 8  # width of a file of charts, room of a he
 
 
 def render(template: str, **values: Any) -> str:
-    """Fill a template of `headway/report/templates`.
-
-    Args:
-        template: its file name.
-        values: what it shows, by the names it has for them; text of anyone is escaped.
-    """
+    """Fill a template of `headway/report/templates`; text of anyone is escaped."""
     return _TEMPLATES.get_template(template).render(values)
 
 
 def svg_file(charts: Mapping[str, str]) -> str:
-    """Charts below each other as one SVG file, light or dark as the reader's system is.
-
-    Args:
-        charts: of `headway.report.charts`, by a heading of plain text.
-    """
+    """Charts below each other, by headings of plain text, as one SVG file, light or dark as the reader's system is."""
     rows, y = [], 0
     for heading, drawn in charts.items():
         placed, height = within(drawn, y + _HEADING, _WIDTH)

@@ -242,13 +242,7 @@ def label_extent(place: float, label: str, width: float) -> tuple[float, float]:
 
 
 def name_room(place: float, name: str, width: float = NARROWEST) -> tuple[float, float, str]:
-    """Left and right end of a name at a place above a plot [pixels], and how it is anchored: inwards, far on the right.
-
-    Args:
-        place: a fraction of the plot.
-        name: what stands there.
-        width: of the plot [pixels].
-    """
+    """Left and right end of a name above a plot [pixels], and how it is anchored: inwards, far on the right."""
     room = _CHARACTER * len(name)
     if place > _FAR:
         return place * width - room, place * width + _APART, "end"

@@ -25,7 +25,7 @@ from headway.meter import Goodput, clock
 from headway.meter.goodput_report import FILE_NAME as GOODPUT
 from headway.models.parallel.ranks import own_rank
 from headway.report import format_share
-from headway.report.numbers import number
+from headway.report.quantity import number
 from headway.stores import spool
 from headway.train.loop import LastStep, Loop, LoopEnd, Outputs
 from headway.train.memory import Explanation, record_memory

@@ -129,7 +129,6 @@ def _num_kernels(events: Sequence[EventTime], *, is_cpu: bool) -> int:
 
 
 def _calls(evidence: StepEvidence) -> Counter[str]:
-    """Count how often each module was called in the steps."""
     calls: Counter[str] = Counter()
     for step in evidence.steps:
         if step.measured is None:
@@ -196,7 +195,6 @@ def _flash_attention_2(evidence: StepEvidence, major: int) -> Observation | None
 
 
 def _attention_of(step: StepWaterfall) -> StepAttention | None:
-    """Attention of a step by pack and layer; None if the trace has no packs."""
     if step.measured is None or step.measured[0].trace.headway is None:
         return None
     trace = step.measured[0].trace
@@ -222,7 +220,6 @@ def _keys_of_a_query(event: EventTime, attention: StepAttention | None) -> float
 
 
 def _capability(evidence: StepEvidence) -> tuple[int, int]:
-    """Compute capability of the device; (0, 0) if no trace has it."""
     return max(
         (step.measured[0].trace.capability or (0, 0) for step in evidence.steps if step.measured), default=(0, 0)
     )

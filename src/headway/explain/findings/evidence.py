@@ -19,7 +19,7 @@ from headway.explain.measurement import ASIDE, MATMUL, MeasuredStep, MeasuredTra
 from headway.explain.phases import PhaseLine
 from headway.explain.ranks import WaitedFor
 from headway.report import format_share
-from headway.report.numbers import quantity
+from headway.report.quantity import quantity
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +119,7 @@ class EventTime(NamedTuple):
     @property
     def duration_ns(self) -> int:
         """Duration of the whole event, in this step or beyond it, by which the event is judged [ns]."""
-        events = self.trace.events
-        return int(events.end_ns[self.event] - events.start_ns[self.event])
+        return self.trace.duration_of(self.event)
 
     @property
     def product(self) -> Product | None:
@@ -176,7 +175,6 @@ class StepEvidence(Evidence[StepWaterfall]):
         return own_times
 
     def _take_off(self) -> None:
-        """Take the time of the profiler and of other processes off the lines, and off the parts beside training."""
         for place, own_time in self._own_times.items():
             measured = self.steps[place].measured
             if measured is None:
@@ -309,10 +307,6 @@ class StepEvidence(Evidence[StepWaterfall]):
 
     def samples(self, measured: MeasuredTrace, step: int) -> Iterator[tuple[int, int, tuple[str, ...]]]:
         """Stacks of the loop's thread, sampled in the whole profile.
-
-        Args:
-            measured: the trace.
-            step: number of a step, whose beginning both clocks have; near it they agree best.
 
         Yields:
             Begin and end by the trace's clock [ns], and frames, innermost first; frames of packages begin with "~".

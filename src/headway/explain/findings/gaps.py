@@ -54,13 +54,7 @@ class Pause:
 
 
 class StepPauses:
-    """Gaps of one step in which the host was late.
-
-    Args:
-        measured: the trace.
-        step: one of its steps.
-        preempted: begin, end and how much of it the loop's thread had no core [ns].
-    """
+    """Gaps of one step in which the host was late."""
 
     def __init__(
         self, measured: MeasuredTrace, step: MeasuredStep, preempted: Sequence[tuple[int, int, int]] = ()
@@ -225,12 +219,7 @@ def is_allocation(call: str) -> bool:
 
 
 def recorded_pause(evidence: RunEvidence, purpose: str) -> Observation | None:
-    """Time between the phases of a step, in which the loop does something else.
-
-    Args:
-        evidence: of the steps.
-        purpose: name of what the code in the gap is for; "" where nothing is known of it.
-    """
+    """Time between the phases of a step, in which the loop does something else; "" for what nothing is known of."""
     if not purpose and rollout.rest_without_work(evidence):
         return None  # `host_phase` tells of it
     gaps = {gap: ns for gap, ns in _long_gaps(evidence).items() if _purpose(evidence, gap) == purpose}
@@ -275,7 +264,6 @@ def _long_gaps(evidence: RunEvidence) -> dict[str, int]:
 
 
 def _purpose(evidence: RunEvidence, gap: str) -> str:
-    """Name the purpose of the code in a gap, if most looks at the gap agree."""
     purposes: Counter[str] = Counter()
     for step in evidence.steps:
         for place_gap, _, purpose, ns in step.places:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from functools import partial
 from statistics import median
 
-from headway.explain.findings import loops, optimizer, patterns
+from headway.explain.findings import loops, patterns
 from headway.explain.findings.evidence import RunEvidence, StepEvidence, as_number
 from headway.explain.findings.gaps import collected_ns, is_allocation, pauses_of
 from headway.explain.findings.rule import FindingPlace, Observation, Rule, RuleObserver, TimeOf
@@ -39,12 +39,7 @@ _LOOP_SHARE = 0.05  # part of the steps from which a loop over tensors is the fi
 
 
 def data_wait(evidence: StepEvidence, part: str) -> Observation | None:
-    """Waiting for data, and the part of making data that takes longest.
-
-    Args:
-        evidence: of the steps.
-        part: read, decode, tokenise; "" where nobody took down what the workers did.
-    """
+    """Waiting for data, and the part of making data that takes longest; "" where nobody took down what workers did."""
     spent_s = _making_s(evidence)
     all_s = sum(spent_s.values())
     dearest = max(sorted(spent_s), key=spent_s.__getitem__) if all_s else _UNKNOWN
@@ -60,7 +55,6 @@ def data_wait(evidence: StepEvidence, part: str) -> Observation | None:
 
 
 def _making_s(evidence: StepEvidence) -> dict[str, float]:
-    """Time that workers spent on the packs of all steps by part [s]."""
     spent_s: defaultdict[str, float] = defaultdict(float)
     for step in evidence.steps:
         seconds_by_part = evidence.step_fact(step, "making_s")
@@ -110,7 +104,7 @@ def launch_bound(evidence: StepEvidence) -> Observation | None:
     """Many short gaps between operators, which the host takes longer to call than they take to run."""
     other_findings = {
         (id(event.trace), event.event)
-        for event in [*optimizer.loop_over_parameters(evidence), *loops.small_products(evidence)]
+        for event in [*loops.loop_over_parameters(evidence), *loops.small_products(evidence)]
     }
     late_ns = {(id(event.trace), event.event): event.late_ns for event in evidence.spent}
     short_ns = number = 0
@@ -170,7 +164,7 @@ def _call_bound(evidence: StepEvidence, short_ns: int) -> Observation | None:
 
 def _loops(evidence: StepEvidence) -> tuple[Observation | None, ...]:
     return (
-        optimizer.optimizer_loop(evidence),
+        loops.optimizer_loop(evidence),
         loops.parameter_loop(evidence),
         loops.read_backs(evidence),
         loops.product_loop(evidence),

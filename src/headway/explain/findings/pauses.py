@@ -91,7 +91,6 @@ def _classed(evidence: StepEvidence, kind: str) -> tuple[int, Counter[str], list
 
 
 def _extent(evidence: StepEvidence, members: Sequence[tuple[StepPauses, Pause]]) -> str:
-    """Number and length of pauses: "1.0 pause a step, the longest of 463 ms"."""
     number = len(members) / evidence.num_steps
     longest = max(gap.ns for _, gap in members)
     return f"{number:,.1f} pause{'' if number == 1 else 's'} a step, the longest of {format_ms(longest)} ms"
@@ -134,12 +133,7 @@ def host_pause(evidence: StepEvidence) -> Observation | None:
 
 
 def chore(evidence: StepEvidence, phase: Phase) -> Observation | None:
-    """Time within the steps in which the loop does something else than training.
-
-    Args:
-        evidence: of the steps.
-        phase: what it does.
-    """
+    """Time within the steps in which the loop does something else than training."""
     parts = evidence.parts("aside")
     paused_ns, place = paused_for(evidence, phase)
     ns = parts[phase.value] + parts[f"{phase.value}, idle"] + paused_ns
@@ -150,12 +144,7 @@ def chore(evidence: StepEvidence, phase: Phase) -> Observation | None:
 
 
 def beside(evidence: RunEvidence, what: str) -> Observation | None:
-    """Evaluations, or checkpoints, between the steps.
-
-    Args:
-        evidence: of the run.
-        what: "evaluation" or "checkpoint".
-    """
+    """Evaluations, or checkpoints, between the steps."""
     ns = evidence.beside_ns.get(what, 0)
     advice = {
         "evaluation": "a larger eval.every, or fewer samples (eval.max_samples).",

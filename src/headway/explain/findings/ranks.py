@@ -88,14 +88,6 @@ def _waited_for(
     """Sum up the time that steps would save without the rank they waited for, over the waits with one of some causes.
 
     Of a cause that covers a part of the wait, that part counts.
-
-    Args:
-        evidence: of the steps.
-        causes: of waits that count.
-        cause: of the finding.
-        advice: of the finding.
-        setting: of `headway train`.
-        is_one_rank: whether the cause is a rank's own, so that it is to be the same rank in all steps.
     """
     waits = {wait.step: wait for wait in evidence.waits if wait.cause in causes}
     costs = {step: round(wait.cost_ns * wait.explained) for step, wait in waits.items()}
@@ -201,7 +193,6 @@ def _text(event: EventTime) -> str:
 
 
 def _communicated(evidence: StepEvidence) -> tuple[int, int]:
-    """Time of gathers, and of all collectives [ns]."""
     gathered = total = 0
     for event in evidence.spent:
         if event.line == "communication":

@@ -10,7 +10,7 @@ from typing import Any
 
 from headway.explain.events import NONE
 from headway.explain.explanation import MOST, Finding
-from headway.explain.findings import device, host, loops, optimizer, patterns, pauses, ranks, rollout, series
+from headway.explain.findings import device, host, loops, patterns, pauses, ranks, rollout, series
 from headway.explain.findings.evidence import RunEvidence, StepEvidence
 from headway.explain.findings.gaps import StepPauses, pauses_of
 from headway.explain.findings.patterns import dearest_parts
@@ -19,7 +19,7 @@ from headway.explain.measurement import MATMUL
 from headway.report import format_ms
 from headway.report.step_lines import NAMES, SLOW
 
-_SUBJECTS = (host, pauses, loops, optimizer, patterns, device, ranks, rollout, series)
+_SUBJECTS = (host, pauses, loops, patterns, device, ranks, rollout, series)
 RULES: tuple[Rule, ...] = tuple(rule for subject in _SUBJECTS for rule in subject.RULES)
 LEAST = 0.20  # part of the steps from which a loss without a named cause is a finding
 _NO_LOSS = ("useful", MATMUL, "ceiling")
@@ -116,12 +116,7 @@ def _finding(
 
 
 def largest_loss(evidence: StepEvidence, covered: Collection[tuple[str, int]]) -> Observation | None:
-    """State the facts of the largest loss, if it is large and no finding is about it.
-
-    Args:
-        evidence: of the steps.
-        covered: of each finding, the beginning of the key of a line that its loss lies in, and the loss [ns].
-    """
+    """State the facts of the largest loss, if it is large and no finding, by line and loss [ns], is about it."""
     if not evidence.spent_by_step:
         return None
     lines = Counter({key: evidence.ns_of(key) for key in evidence.keys if not key.startswith(_NO_LOSS)})
@@ -149,7 +144,6 @@ def largest_loss(evidence: StepEvidence, covered: Collection[tuple[str, int]]) -
 
 
 def _gaps(evidence: StepEvidence, key: str) -> str:
-    """Number and length of gaps, and the host's place in the longest one."""
     steps = pauses_of(evidence)
     gaps = [(step, gap) for step in steps for gap in step.gaps] if key == "idle.launch" else []
     if key == "idle.other":
@@ -167,7 +161,6 @@ def _gaps(evidence: StepEvidence, key: str) -> str:
 
 
 def _launched_before(steps: list[StepPauses]) -> str:
-    """Describe the longest gap before a kernel that had been launched already, and how long before."""
     gaps = [(step, gap) for step in steps for gap in step.waiting_gaps]
     if not gaps:
         return "its gaps lie between the events of several streams"

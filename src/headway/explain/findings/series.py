@@ -37,7 +37,6 @@ def changed(evidence: RunEvidence) -> Observation | None:
 
 
 def _speed_change(evidence: RunEvidence, *, is_slower: bool) -> Observation | None:
-    """A speed that changes once, to slower or to faster steps, and stays so."""
     rated = _of_stages(evidence)
     place = _change([rate for rate, _ in rated])
     if place is None:

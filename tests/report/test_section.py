@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
-from headway.report.markdown import markdown_cell, markdown_code, markdown_text
+from headway.report.section import markdown_cell, markdown_code, markdown_text
 from helpers.cases import PAYLOADS
 
 

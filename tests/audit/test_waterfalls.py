@@ -1,11 +1,17 @@
 import pytest
 
+from headway.audit.rows import Log, LogRow, near
+from headway.audit.waterfalls import explain_log
 from headway.errors import ConfigError
-from headway.explain.logs import LoggedStep, explain_log
 
 
-def logged(lines, **wanted):
-    return explain_log(lines, "a tool", "train.log", **wanted)
+def row(step, **numbers):
+    stamp = {"stamp_s": numbers.pop("stamp_s")} if "stamp_s" in numbers else {}
+    return LogRow(step, **stamp, **{name: near(value, 1e-9) for name, value in numbers.items()})
+
+
+def logged(rows, **wanted):
+    return explain_log(Log("a tool", (), tuple(rows)), "train.log", **wanted)
 
 
 def lines(waterfall):
@@ -13,7 +19,7 @@ def lines(waterfall):
 
 
 def test_the_printed_mfu_is_the_needed_work_and_the_rest_is_one_line():
-    found = logged([LoggedStep(1, duration_s=2.0, mfu=0.25), LoggedStep(2, duration_s=3.0, mfu=0.2)])
+    found = logged([row(1, step_s=2.0, mfu=0.25), row(2, step_s=3.0, mfu=0.2)])
     assert [lines(one) for one in found.steps] == [
         {"useful": 500_000_000, "unseparated": 1_500_000_000},
         {"useful": 600_000_000, "unseparated": 2_400_000_000},
@@ -23,29 +29,29 @@ def test_the_printed_mfu_is_the_needed_work_and_the_rest_is_one_line():
 
 def test_a_step_is_the_time_between_stamps_and_the_first_has_the_tokens_of_the_others():
     # 10 s apart at 100 tokens/s: 1,000 tokens a step; the first one at 50 tokens/s took 20 s
-    stamped = [LoggedStep(n, stamp_s=10.0 * n, mfu=0.3, tokens_per_s=100.0 if n > 1 else 50.0) for n in range(1, 5)]
+    stamped = [row(n, stamp_s=10.0 * n, mfu=0.3, tokens_per_s=100.0 if n > 1 else 50.0) for n in range(1, 5)]
     found = logged(stamped)
     assert [one.duration_ns for one in found.steps] == [20 * 10**9, 10**10, 10**10, 10**10]
     # lines of every tenth step
-    found = logged([LoggedStep(10 * n, stamp_s=10.0 * n, mfu=0.3) for n in range(1, 5)])
+    found = logged([row(10 * n, stamp_s=10.0 * n, mfu=0.3) for n in range(1, 5)])
     assert [(one.step, one.duration_ns) for one in found.steps] == [(20, 10**9), (30, 10**9), (40, 10**9)]
     assert any("1 of 4 lines do not tell how long" in note for note in found.notes)
 
 
 def test_without_a_time_it_is_one_second_of_training():
-    (shown,) = logged([LoggedStep(7, mfu=0.125)]).steps
+    (shown,) = logged([row(7, mfu=0.125)]).steps
     assert lines(shown) == {"useful": 125_000_000, "unseparated": 875_000_000}
-    assert any("one second of training" in note for note in logged([LoggedStep(7, mfu=0.125)]).notes)
+    assert any("one second of training" in note for note in logged([row(7, mfu=0.125)]).notes)
 
 
 def test_without_an_mfu_nothing_is_known_of_the_needed_work():
-    found = logged([LoggedStep(7, duration_s=1.5, flops_per_s=1e14)])
+    found = logged([row(7, step_s=1.5, flops_per_s=1e14)])
     assert (found.steps[0].mfu, lines(found.steps[0])) == (None, {"unseparated": 1_500_000_000})
     assert any("`headway audit` finds it" in note for note in found.notes)
 
 
 def test_a_step_that_the_log_does_not_have_is_an_error():
     with pytest.raises(ConfigError, match=r"step=9: train\.log has no line .* its steps are 7 to 7"):
-        logged([LoggedStep(7, duration_s=1.5)], step=9)
+        logged([row(7, step_s=1.5)], step=9)
     with pytest.raises(ConfigError, match=r"rank=1: a line of train\.log stands for the whole job"):
-        logged([LoggedStep(7, duration_s=1.5)], rank=1)
+        logged([row(7, step_s=1.5)], rank=1)

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.audit import factors
-from headway.audit.factors import _PARTS_IN_ORDER
+from headway.audit.compare import _PARTS_IN_ORDER
 from headway.audit.rows import Interval, common, hull, printed
 from headway.conventions import PARTS, Step, architecture, conventions, get_convention
 from headway.count import Workload, load_cost_model

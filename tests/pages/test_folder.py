@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.pages.names import names_of_runs
+from headway.pages.folder import names_of_runs
 
 
 @pytest.mark.parametrize(
