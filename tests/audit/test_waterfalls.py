@@ -27,6 +27,11 @@ def test_the_printed_mfu_is_the_needed_work_and_the_rest_is_one_line():
     assert any("`headway audit` restates it" in note for note in found.notes)
 
 
+def test_a_log_of_phases_alone_is_refused_and_audit_is_named():
+    with pytest.raises(ConfigError, match=r"no line that tells a step's rate.* Run `headway audit`"):
+        logged([])
+
+
 def test_a_step_is_the_time_between_stamps_and_the_first_has_the_tokens_of_the_others():
     # 10 s apart at 100 tokens/s: 1,000 tokens a step; the first one at 50 tokens/s took 20 s
     stamped = [row(n, stamp_s=10.0 * n, mfu=0.3, tokens_per_s=100.0 if n > 1 else 50.0) for n in range(1, 5)]

@@ -19,14 +19,19 @@ def explain_log(log: Log, source: str, *, step: int | None = None, rank: int | N
     """Explain the steps of a log: needed work by the MFU that its tool printed, and the rest as one line.
 
     Args:
-        log: with one row of a step at least.
+        log: what a tool printed.
         source: the log's name, for errors.
         step: only this one.
         rank: 0 or None: a line stands for the whole job.
 
     Raises:
-        ConfigError: there is no such step or rank.
+        ConfigError: there is no such step or rank, or the log has times of phases alone.
     """
+    if not log.rows:
+        raise ConfigError(
+            f"{source} has the times of phases and no line that tells a step's rate. Run `headway audit` on it, "
+            "which shows the phases."
+        )
     if rank:
         raise ConfigError(Argument("rank", rank), f": a line of {source} stands for the whole job. Leave it out.")
     notes = [NO_PROFILE_NOTE]
