@@ -136,7 +136,7 @@ def test_what_is_planned_to_be_kept_of_each_parameter_is_kept(kind):
     optimizer.step()
     kept = sum(value.nbytes for state in optimizer.state.values() for name, value in state.items() if name != "step")
     nothing_saved = SavedActivations({"": SavedBlock({}, {}, {}, {})})
-    planned = plan_memory(cost_model, nothing_saved, Workload([16], packs=1), State(muon=True), Sharing())
+    planned = plan_memory(cost_model, nothing_saved, Workload([16], packs=1), State(rule="muon"), Sharing())
     assert planned.optimizer == kept
     rules = by_name(model, "rule", optimizer.param_groups)
     assert all(model.get_parameter(name).ndim >= 2 for name, rule in rules.items() if rule == "muon")
