@@ -317,6 +317,7 @@ def one_thread():
 @pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
 def test_the_first_finding_names_the_planted_fault(tmp_path, plant):
     found = found_in(plant, tmp_path)
+    found = [finding for finding in found if finding.id not in NO_CAUSE]
     assert [one.id for one in found][:1] == [FAULTS[plant]]
     assert 0 < found[0].share < 1
     assert found[0].mfu_from < found[0].mfu_to

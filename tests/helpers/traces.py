@@ -5,11 +5,19 @@ import json
 import re
 import sqlite3
 from itertools import pairwise
+from pathlib import Path
+
+import pytest
 
 from headway.explain.breakdown import Owners
 from headway.explain.budget import NO_COMPONENT, NeededWork
 
 MAIN, BACKWARD_THREAD = 100, 101
+
+# Profiler traces that others published, beside the repository: no copy of them is in it.
+PUBLISHED = sorted(
+    path for folder in Path(__file__).resolve().parents for path in (folder / "shared/traces").glob("*.json.gz")
+) or [pytest.param(None, marks=pytest.mark.skip("no folder shared/traces beside the repository"))]
 
 
 class WrittenTrace:

@@ -1,11 +1,17 @@
 """Own time of steps on a CPU, in traces written by hand: a profile that stretches a step changes no finding's size."""
 
-import pytest
+import re
+from dataclasses import replace
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headway.explain.findings.evidence import StepEvidence
 from headway.explain.findings.own_time import AddedCost
 from headway.explain.trace import read_trace
 from headway.explain.waterfall import explain
-from helpers.traces import US, WrittenTrace, shapes, sidecar
+from helpers.traces import PUBLISHED, US, WrittenTrace, shapes, sidecar
 
 NUM_STEPS = 3
 OPERATOR_US, MODULE_US = 2, 6  # that the profiler adds to a call
@@ -73,6 +79,58 @@ def test_time_in_which_the_thread_had_no_core_is_no_operators(tmp_path):
     contended = finding(tmp_path, preempted_us=600)
     assert contended["parameter-loop"].ns == pytest.approx(plain.ns, rel=0.02)
     assert contended["parameter-loop"].share == pytest.approx(plain.share, rel=0.02)
+
+
+def assert_shares_are_of_one_clock(trace, waits, *, added=None):
+    """Explain a trace whose thread waited for a core: begin, length and waited part of each, as fractions of a step."""
+    numbers = [number for number, *_ in trace.steps]
+    begins = {str(number): start for number, start, _ in trace.steps}
+    (first, _, _), (_, last, _) = trace.steps[0], trace.steps[-1]
+    step_ns = (trace.steps[-1][2] - trace.steps[0][1]) // len(numbers)
+    rows = [
+        [at, at + max(1, round(length * step_ns)), round(part * length * step_ns)]
+        for where, length, part in waits
+        for at in [trace.steps[0][1] + round(where * (last - trace.steps[0][1]))]
+    ]
+    sums = {str(number): sum(ns for at, _, ns in rows if at < start) for number, start, _ in trace.steps}
+    sums[str(first + len(numbers))] = sum(ns for *_, ns in rows)
+    host = {"step_ns": begins, "core_wait_ns": sums, "stacks": [], "runs": [], "preempted": rows,
+            "added_ns": added or {}, "anomaly_mode": False}  # fmt: skip
+    headway = {**(trace.headway or sidecar(steps={})), "host": host}
+    result = explain([replace(trace, headway=headway)])
+    evidence = StepEvidence(result.steps, waits=result.waited_for)
+    if evidence.is_cpu:
+        # What is told to be lost and what it is lost of are parts of the same time.
+        assert sum(max(0, evidence.ns_of(key)) for key in evidence.keys) >= evidence.duration_ns
+        assert sum(event.ns + event.late_ns for event in evidence.spent) <= evidence.duration_ns
+    for found in result.findings:
+        assert 0 <= found.share <= 1
+        shares = re.findall(r"([\d,.]+) %", found.seen)
+        assert all(float(share.replace(",", "")) <= 100 for share in shares), found.seen
+    if evidence.is_crowded:
+        assert not [found.seen for found in result.findings if "largest loss is slow" in found.seen]
+
+
+# Samples of waits overlap, and one that ends late may be longer than the time between two of them.
+WAITS = st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1), st.floats(0, 3)), max_size=12)
+
+
+@given(waits=WAITS, is_needed=st.booleans(), cost_us=st.integers(0, 4))
+def test_no_share_is_over_all_of_the_time(tmp_path_factory, waits, is_needed, cost_us):
+    written, _, _ = stretched(operator_us=2, module_us=6)
+    steps = sidecar()["steps"] if is_needed else {}
+    path = tmp_path_factory.mktemp("trace") / "t.json"
+    trace = read_trace(written.write(path, headway=sidecar(steps=steps)))
+    added = {"operator_ns": cost_us * US, "module_ns": 3 * US, "phases_ns": PHASES_NS}
+    assert_shares_are_of_one_clock(trace, waits, added=added)
+
+
+@pytest.mark.parametrize("path", PUBLISHED)
+@pytest.mark.parametrize("waits", [[(0, 1, 0.9)] * 3, [(k / 9, 0.2, 2.0) for k in range(9)], [(0.4, 0.01, 1.0)]])
+def test_no_share_of_a_published_trace_is_over_all_of_the_time(path, waits):
+    trace = read_trace(path)
+    if trace.steps:
+        assert_shares_are_of_one_clock(trace, waits)
 
 
 def test_gaps_between_phases_are_one(tmp_path):

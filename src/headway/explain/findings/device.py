@@ -346,7 +346,7 @@ def recorded_padding(evidence: RunEvidence) -> Observation | None:
     return Observation(
         ns,
         f"{format_share(empty)} of the slots were padding, on which layers spend as much as on tokens: up to "
-        f"{format_share(ns / evidence.duration_ns)} of the time.",
+        f"{evidence.share(ns)} of the time.",
         "samples are padded to the longest of a batch or to a fixed length, or packs to a large bucket.",
         "samples laid end to end (in headway train data.strategy: balanced with data.tokens_per_pack, and a smaller "
         "data.bucket_tokens or null); elsewhere batches of like lengths, padded to their own longest.",
@@ -362,8 +362,7 @@ def recorded_recomputation(evidence: RunEvidence) -> Observation | None:
     free = f", and {format_share(1 - memory)} of the device's memory were free at the peak" if memory else ""
     return Observation(
         ns,
-        f"activations are computed again in backward: up to {format_share(ns / evidence.duration_ns)} of the time"
-        f"{free}.",
+        f"activations are computed again in backward: up to {evidence.share(ns)} of the time{free}.",
         "more blocks are recomputed than memory asks for.",
         "no activation checkpointing, or of fewer blocks (in headway train speed.recompute: none, or memory:NGiB, "
         "which recomputes only as much as it must).",

@@ -12,6 +12,8 @@ from functools import cached_property
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from headway.explain.attribution import Phase
+from headway.explain.breakdown import Owners
+from headway.explain.budget import NeededWork
 from headway.explain.events import NONE, Product
 from headway.explain.explanation import StepWaterfall, num_first_steps
 from headway.explain.findings.own_time import AddedCost, OwnTime
@@ -20,6 +22,7 @@ from headway.explain.phases import PhaseLine
 from headway.explain.ranks import WaitedFor
 from headway.report import format_share
 from headway.report.quantity import quantity
+from headway.report.step_lines import SLOW
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +100,14 @@ class Evidence(Generic[Step]):
         useful_ns = [step.mfu * step.duration_ns for step in self.steps if step.mfu is not None]
         return sum(useful_ns) if len(useful_ns) == self.num_steps else None
 
+    def share(self, ns: float, total_ns: int | None = None) -> str:
+        """A part of a time as a share of it, for people: of the steps' own time, or of another time that holds it [ns].
+
+        Every share of time that a finding tells is made here: whatever a rule adds up, it is at most all of the time.
+        """
+        whole_ns = self.duration_ns if total_ns is None else total_ns
+        return format_share(min(max(ns, 0.0) / whole_ns, 1.0))
+
     def of_a_step(self, ns: int) -> int:
         """Mean of a time over the steps, in whole nanoseconds."""
         raise NotImplementedError
@@ -156,8 +167,8 @@ class StepEvidence(Evidence[StepWaterfall]):
             self._lines[line.key] += line.ns
             self._parts.setdefault(line.key, Counter()).update(line.parts)
         self._own_times = self._find_own_times() if self.is_cpu else {}
-        self._matmul_taken_off_ns = 0
-        self._take_off()
+        self._matmul_beyond_ns = 0  # own time of products beyond what is left of their lines
+        self._taken_off_ns = self._take_off()
 
     def _find_own_times(self) -> dict[int, OwnTime]:
         """Own time of each measured step that has some to take off, by the step's place."""
@@ -174,38 +185,53 @@ class StepEvidence(Evidence[StepWaterfall]):
                 own_times[place] = OwnTime(*step.measured, cost, preempted)
         return own_times
 
-    def _take_off(self) -> None:
+    def _take_off(self) -> int:
+        """Take what is not the steps' own off their lines, and return the sum of it [ns].
+
+        The steps' own time is what is left of their events and gaps: a share of it has one clock above and below.
+        """
+        taken_ns = 0
         for place, own_time in self._own_times.items():
             measured = self.steps[place].measured
             if measured is None:
                 continue
-            phases = measured[0].attribution.phase
-            for owned in measured[1].owned:
-                self._shorten(owned.line, min(owned.ns, own_time.of_event[owned.event]), phases[owned.event].value)
+            attribution, written = measured[0].attribution, measured[0].trace.headway
+            has_needs = any(line.key == "useful" for line in self.steps[place].lines)
+            owners = Owners(attribution, NeededWork(written, "")) if has_needs and written is not None else None
             idle = measured[1].idle
+            for owned in measured[1].owned:
+                is_split = owned.line == MATMUL and owners is not None
+                line = f"{SLOW}.{owners.of(owned.event)}" if is_split and owners is not None else owned.line
+                ns = min(owned.ns, own_time.of_event[owned.event])
+                taken_ns += self._shorten(line, ns, attribution.phase[owned.event].value)
             for event, ns in idle.late_before.items():
-                self._shorten("idle.launch", min(ns, own_time.of_gap[event]))
+                taken_ns += self._shorten("idle.launch", min(ns, own_time.of_gap[event]))
             for phase, ns in own_time.of_phase.items():
                 line = "aside" if phase in ASIDE else "idle.data"
                 part = f"{phase.value}, idle" if line == "aside" else "idle"
-                self._shorten(line, min(ns, idle.by_phase[phase]), part)
+                taken_ns += self._shorten(line, min(ns, idle.by_phase[phase]), part)
+        return taken_ns
 
-    def _shorten(self, line: str, ns: int, part: str = "") -> None:
-        """Take a time off a line and its part; products may be split into several, and communication in two."""
-        if line == MATMUL and line not in self._lines:
-            self._matmul_taken_off_ns += ns
-            return
+    def not_own_ns(self, place: int) -> Mapping[int, int]:
+        """Part of the gap before each event of a step that is not the step's own time, by the step's place [ns]."""
+        return self._own_times[place].of_gap if place in self._own_times else {}
+
+    def _shorten(self, line: str, ns: int, part: str = "") -> int:
+        """Take a time off a line and its part, and return it; communication may be split in two."""
         key = line if line in self._lines else f"{line}.transfer"
-        self._lines[key] = max(0, self._lines[key] - ns)
+        left_ns = max(0, self._lines[key])
+        if key.startswith(SLOW):
+            self._matmul_beyond_ns += max(0, ns - left_ns)
+        self._lines[key] -= min(ns, left_ns)
         parts = self.parts(key)
         if part in parts:
             parts[part] = max(0, parts[part] - ns)
+        return ns
 
     @cached_property
     def duration_ns(self) -> int:
         """Time of all steps, on a CPU without the time of the profiler and of other processes [ns]."""
-        off_ns = sum(own_time.added_ns + own_time.waited_ns for own_time in self._own_times.values())
-        return max(1, self.full_ns - off_ns)
+        return max(1, self.full_ns - self._taken_off_ns)
 
     @property
     def core_wait_ns(self) -> int:
@@ -217,6 +243,11 @@ class StepEvidence(Evidence[StepWaterfall]):
             if begin is not None and end is not None:
                 waited_ns.append(max(0, int(end) - int(begin)))
         return round(sum(waited_ns) / len(waited_ns) * self.num_steps) if waited_ns else 0
+
+    @property
+    def is_crowded(self) -> bool:
+        """True if the loop's thread waited for a core most of the time: how fast a kernel ran then tells nothing."""
+        return 2 * self.core_wait_ns > self.full_ns
 
     def of_a_step(self, ns: int) -> int:
         """Mean of a time over the steps, to the nearest nanosecond."""
@@ -248,10 +279,6 @@ class StepEvidence(Evidence[StepWaterfall]):
     def parts(self, key: str) -> Counter[str]:
         """Parts that a line consists of, over all steps [ns]."""
         return self._parts.get(key, Counter())
-
-    def share(self, ns: int) -> str:
-        """A time as a share of all steps, for people."""
-        return format_share(ns / self.duration_ns)
 
     def fact(self, name: str, rank: int | None = None) -> Any:
         """Fact that a rank's loop recorded of itself, the first rank's if none is named; None if it is unknown."""
@@ -352,7 +379,7 @@ class StepEvidence(Evidence[StepWaterfall]):
         """Time of matmul-class kernels, however their line is split [ns]."""
         unsplit_ns = self.ns(MATMUL)
         keys = ("useful", "ceiling", "recomputation", "padding", "slow")
-        return unsplit_ns or max(0, sum(self.ns(key) for key in keys) - self._matmul_taken_off_ns)
+        return unsplit_ns or max(0, sum(self.ns(key) for key in keys) - self._matmul_beyond_ns)
 
 
 def _spent(measured: MeasuredTrace, step: MeasuredStep, own_time: OwnTime | None) -> Iterator[EventTime]:

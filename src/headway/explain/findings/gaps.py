@@ -3,7 +3,7 @@
 import re
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
@@ -16,7 +16,6 @@ from headway.explain.findings.evidence import RunEvidence, StepEvidence
 from headway.explain.findings.rule import Observation
 from headway.explain.measurement import MeasuredStep, MeasuredTrace
 from headway.meter.pauses import COLLECTION, PURPOSES, Purpose
-from headway.report import format_share
 
 _LONG_NS = 1_000_000  # launches and Python between two operators take some 5 to 100 us
 _LONG_SHARE = 0.02  # part of the step; a core that is shared takes a thread away for some milliseconds now and then
@@ -45,21 +44,22 @@ class Pause:
     event: int  # event that ends it; NONE where the step does
     collected_ns: int  # part in which garbage was collected [ns]
     preempted_ns: int  # part in which the thread had no core [ns]
+    own_ns: int  # length without the parts that have another cause, as garbage that was collected [ns]
     is_long: bool  # whether it is a pause, and not one of many gaps between launches
-
-    @property
-    def own_ns(self) -> int:
-        """Length of the gap without the parts that have another cause [ns]."""
-        return max(0, self.ns - self.collected_ns - self.preempted_ns)
 
 
 class StepPauses:
     """Gaps of one step in which the host was late."""
 
     def __init__(
-        self, measured: MeasuredTrace, step: MeasuredStep, preempted: Sequence[tuple[int, int, int]] = ()
+        self,
+        measured: MeasuredTrace,
+        step: MeasuredStep,
+        preempted: Sequence[tuple[int, int, int]] = (),
+        not_own_ns: Mapping[int, int] | None = None,
     ) -> None:
         self.measured, self.step, self._preempted = measured, step, preempted
+        self._not_own_ns = not_own_ns or {}  # part of the gap before each event that is not the step's own time [ns]
         self.host = measured.trace.host
 
     @cached_property
@@ -91,7 +91,8 @@ class StepPauses:
             preempted_ns = self.preempted_ns(end_ns - ns, end_ns)
             # A gap that was nearly all another process's is not long: the counts are too coarse for the rest of it.
             is_long = ns - collected_ns - preempted_ns >= max(long_ns, preempted_ns // 4)
-            gaps.append(Pause(ns, end_ns - ns, end_ns, event, collected_ns, preempted_ns, is_long))
+            own_ns = max(0, min(ns - collected_ns - preempted_ns, ns - self._not_own_ns.get(event, 0)))
+            gaps.append(Pause(ns, end_ns - ns, end_ns, event, collected_ns, preempted_ns, own_ns, is_long))
         return tuple(sorted(gaps, key=lambda gap: gap.start_ns))
 
     def preempted_ns(self, start_ns: int, end_ns: int) -> int:
@@ -174,8 +175,8 @@ def pauses_of(evidence: StepEvidence) -> list[StepPauses]:
     """Gaps of each step that was measured."""
     if evidence not in _pauses:
         _pauses[evidence] = [
-            StepPauses(*step.measured, evidence.preempted(step.measured[0], step.step))
-            for step in evidence.steps
+            StepPauses(*step.measured, evidence.preempted(step.measured[0], step.step), evidence.not_own_ns(place))
+            for place, step in enumerate(evidence.steps)
             if step.measured is not None
         ]
     return _pauses[evidence]
@@ -231,7 +232,7 @@ def recorded_pause(evidence: RunEvidence, purpose: str) -> Observation | None:
         for gap, code, _, spent_ns in step.places:
             codes[code] += spent_ns if gap in gaps else 0
     where = " and ".join(_BETWEEN[gap] for gap in gaps)
-    message = f"the loop spent {format_share(ns / evidence.duration_ns)} of the time {where}"
+    message = f"the loop spent {evidence.share(ns)} of the time {where}"
     if codes and (top := codes.most_common(1)[0])[1]:
         message += f", mostly in {top[0]}"
     words = PURPOSES[purpose].in_records

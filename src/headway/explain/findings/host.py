@@ -106,11 +106,10 @@ def launch_bound(evidence: StepEvidence) -> Observation | None:
         (id(event.trace), event.event)
         for event in [*loops.loop_over_parameters(evidence), *loops.small_products(evidence)]
     }
-    late_ns = {(id(event.trace), event.event): event.late_ns for event in evidence.spent}
     short_ns = number = 0
     for step in pauses_of(evidence):
         short = [gap for gap in step.gaps if not gap.is_long and (id(step.measured), gap.event) not in other_findings]
-        short_ns += sum(min(gap.own_ns, late_ns.get((id(step.measured), gap.event), gap.own_ns)) for gap in short)
+        short_ns += sum(gap.own_ns for gap in short)
         number += len(short)
     if number < _MANY * evidence.num_steps:
         return None
@@ -181,7 +180,7 @@ def contended(evidence: StepEvidence) -> Observation | None:
         ns = min(ns, evidence.ns("idle.launch"))
     return Observation(
         ns,
-        f"the loop's thread waited for a core {format_share(ns / evidence.full_ns)} of the time, as the system counts "
+        f"the loop's thread waited for a core {evidence.share(ns, evidence.full_ns)} of the time, as the system counts "
         "it.",
         "more threads and processes compute than there are cores: data workers, other ranks, other jobs.",
         "fewer threads (OMP_NUM_THREADS) and workers, cores of its own for each rank, or a machine of its own.",

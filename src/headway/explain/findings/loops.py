@@ -13,7 +13,7 @@ from headway.explain.findings.evidence import EventTime, RunEvidence, StepEviden
 from headway.explain.findings.gaps import Pause, StepPauses, pauses_of, purpose_of, recorded_pause, stacks_of
 from headway.explain.findings.rule import Observation, Rule, RuleObserver
 from headway.explain.measurement import MATMUL
-from headway.report import format_share, format_traffic
+from headway.report import format_traffic
 
 # A launch takes the host some 5 us, and an operator of PyTorch on a CPU as long, so a product that takes less at peak
 # costs its launch.
@@ -407,7 +407,7 @@ def recorded_optimizer_loop(evidence: RunEvidence) -> Observation | None:
     ns = sum(step.phases_ns.get("optimizer", 0) for step in evidence.steps)
     return Observation(
         ns * (1 - FUSED_PART),
-        f"the optimizer took {format_share(ns / evidence.duration_ns)} of the time: {loops[-1].get('name')} updates "
+        f"the optimizer took {evidence.share(ns)} of the time: {loops[-1].get('name')} updates "
         f"{loops[-1].get('num_tensors')} tensors one after the other; fused it takes about {FUSED_PART:.0%} of that.",
         "it is neither fused nor in lists (foreach), so that Python launches some ten operators for each tensor.",
         "fused=True, or foreach=True where there is no fused kernel.",

@@ -57,8 +57,6 @@ class OwnTime:
         preempted: begin, end and how much of it the loop's thread had no core [ns].
 
     Attributes:
-        added_ns: what the profile added to the step [ns].
-        waited_ns: what its thread waited for a core [ns].
         of_event: what to take off the own time of each event, by its index [ns].
         of_gap: what to take off the gap before each event, by its index [ns].
         of_phase: what to take off idle time by its phase [ns].
@@ -79,10 +77,10 @@ class OwnTime:
         self.of_event: Counter[int] = Counter()
         self.of_gap: Counter[int] = Counter()
         self.of_phase: Counter[Phase] = Counter()
-        self.added_ns = self._take_off_profile()
-        self.waited_ns = self._take_off_waits(preempted)
+        self._take_off_profile()
+        self._take_off_waits(preempted)
 
-    def _take_off_profile(self) -> int:
+    def _take_off_profile(self) -> None:
         """Charge each event's cost to the operator that called the event, or to the gap before it."""
         host, attribution = self._measured.trace.host, self._measured.attribution
         contexts = attribution.contexts
@@ -112,14 +110,13 @@ class OwnTime:
                 of_gap[int(gaps[place])] += ns
         self.of_event.update({index: round(ns) for index, ns in of_event.items()})
         self.of_gap.update({index: round(ns) for index, ns in of_gap.items()})
-        return round(sum(ns * times[phase] for phase, ns in costs.values()))
 
-    def _take_off_waits(self, preempted: Sequence[tuple[int, int, int]]) -> int:
+    def _take_off_waits(self, preempted: Sequence[tuple[int, int, int]]) -> None:
         """Charge the time without a core to the events and gaps of its samples, by how long each lay in one."""
         window = self._step.window
         waits = [wait for wait in preempted if wait[1] > window.start_ns and wait[0] < window.end_ns]
         if not waits:
-            return 0
+            return
         lost = _Lost(waits)
         host = self._measured.trace.host
         for owned in self._step.owned:
@@ -134,7 +131,6 @@ class OwnTime:
             lengths_ns = sum(end - start for start, end in spans)
             lost_ns = sum(lost.between(start, end) for start, end in spans)
             self.of_phase[phase] += round(lost_ns * min(1.0, ns / max(1, lengths_ns)))
-        return round(lost.between(window.start_ns, window.end_ns))
 
     def _spans(self, phase: Phase) -> list[tuple[int, int]]:
         """Begin and end of the outermost annotations of a phase in the step's thread [ns]."""

@@ -10,7 +10,6 @@ from headway.explain.events import NONE
 from headway.explain.findings.evidence import EventTime, RunEvidence, StepEvidence
 from headway.explain.findings.rule import FindingPlace, Observation, Rule, RuleObserver
 from headway.explain.measurement import MATMUL
-from headway.report import format_share
 
 _BATCHED = re.compile(r"aten::(bmm|baddbmm|matmul|einsum)$")
 _SOFTMAX = re.compile(r"aten::(_safe)?_?softmax$")
@@ -242,8 +241,7 @@ def recorded_double_precision(evidence: RunEvidence) -> Observation | None:
     ns = sum(step.phases_ns.get(phase, 0) for step in evidence.steps for phase in ("forward", "backward"))
     return Observation(
         ns // 2,
-        "the model's weights have 64 bits, and its forward and backward took "
-        f"{format_share(ns / evidence.duration_ns)} of the time.",
+        f"the model's weights have 64 bits, and its forward and backward took {evidence.share(ns)} of the time.",
         "weights were made from NumPy's numbers, or torch.set_default_dtype(torch.float64) is set.",
         "weights of 32 bits (`.float()`), and bfloat16 where the device has it.",
     )

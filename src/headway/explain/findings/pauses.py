@@ -25,7 +25,7 @@ from headway.explain.findings.gaps import (
 )
 from headway.explain.findings.rule import Observation, Rule, RuleObserver, TimeOf
 from headway.meter.pauses import PURPOSES
-from headway.report import format_duration, format_ms, format_share
+from headway.report import format_duration, format_ms
 
 _NOT_KNOWN_MESSAGE = (
     "not known: code outside of PyTorch, such as logging, a checkpoint, an evaluation, collecting garbage, a callback, "
@@ -57,7 +57,7 @@ def recorded_collections(evidence: RunEvidence) -> Observation | None:
     ns = sum(step.collection_ns for step in evidence.steps)
     return Observation(
         ns,
-        f"Python collected garbage for {format_share(ns / evidence.duration_ns)} of the time.",
+        f"Python collected garbage for {evidence.share(ns)} of the time.",
         "gc.collect() is called in the loop, or a large heap of Python's objects is gone through again and again.",
         "gc.freeze() after the set-up, gc.disable() with a collection every some hundred steps, or fewer and larger "
         "objects (tensors, arrays) in place of many small ones.",

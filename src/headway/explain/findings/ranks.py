@@ -8,7 +8,7 @@ from statistics import median
 from headway.explain.attribution import Chore
 from headway.explain.findings.evidence import EventTime, RunEvidence, StepEvidence
 from headway.explain.findings.patterns import num_passes
-from headway.explain.findings.rule import Observation, Rule, RuleObserver
+from headway.explain.findings.rule import Observation, Rule, RuleObserver, TimeOf
 from headway.report import format_ms, format_share
 from headway.words import Argument
 
@@ -24,7 +24,7 @@ _REDUCES = re.compile(r"all_?reduce|reduce_?scatter", flags=re.IGNORECASE)
 def uneven_work(evidence: RunEvidence) -> Observation | None:
     """Ranks that wait for the one with the most work, by the FLOPs of each."""
     lost_ns = sum(step.imbalance * step.duration_ns for step in evidence.steps)
-    share = format_share(lost_ns / evidence.duration_ns)
+    share = evidence.share(lost_ns)
     ranks = {step.heaviest_rank for step in evidence.steps}
     which = f"rank {ranks.pop()}, always" if len(ranks) == 1 else "now one rank, now another"
     return Observation(
@@ -116,7 +116,8 @@ def _waited_for(
     )
     return Observation(
         ns,
-        f"the others waited for rank {rank}, mostly: without its delay steps would take {evidence.share(ns)} less; in "
+        f"the others waited for rank {rank}, mostly: without its delay steps would take "
+        f"{evidence.share(ns, evidence.full_ns)} less; in "
         f"step {dearest.step} they waited {format_ms(dearest.wait_ns)} ms, and {dearest.why()}.",
         cause,
         advice,
@@ -241,10 +242,14 @@ def _late_rank(evidence: RunEvidence) -> Observation | None:
 
 RULES = (
     # Packs that are dealt out well lose 1 to 2 %, and equal ranks still come a few per cent apart.
-    Rule("heavy-pack", RuleObserver(heavy_pack, 0.05, lines=("communication",)), RuleObserver(uneven_work, 0.05)),
+    Rule(
+        "heavy-pack",
+        RuleObserver(heavy_pack, 0.05, TimeOf.MACHINE, lines=("communication",)),
+        RuleObserver(uneven_work, 0.05),
+    ),
     Rule(
         "slow-rank",
-        RuleObserver(slow_rank, 0.05, lines=("communication", "idle.data")),
+        RuleObserver(slow_rank, 0.05, TimeOf.MACHINE, lines=("communication", "idle.data")),
         RuleObserver(recorded_slow_rank, 0.0),
     ),
     # An exchange per pass is a habit that costs more with every pass.

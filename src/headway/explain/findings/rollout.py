@@ -188,7 +188,7 @@ def repeated_scoring(evidence: RunEvidence) -> Observation | None:
     return Observation(
         sum(ns for ns, _ in repeated),
         f"the phase '{dearest.name}' computed {dearest['scored_tokens'] / sequences:,.1f} times the tokens of the "
-        f"rollout with a model that is not trained, {format_share(dearest.ns / evidence.duration_ns)} of the time.",
+        f"rollout with a model that is not trained, {evidence.share(dearest.ns)} of the time.",
         "it runs again for each update on the same rollout, though its outputs stay the same.",
         "its log-probabilities once for each rollout, kept beside the answers; none where their term of the loss has "
         "the weight 0.",
@@ -218,7 +218,7 @@ def host_phase(evidence: RunEvidence) -> Observation | None:
     ns = sum(ns for ns, _ in hosts)
     return Observation(
         ns,
-        f"{which} took {format_share(max(hosts)[0] / evidence.duration_ns)} of the time, and nothing was counted in it"
+        f"{which} took {evidence.share(max(hosts)[0])} of the time, and nothing was counted in it"
         f"{where}: the devices wait for the host.",
         "rewards, checks or texts are computed on the host, one after the other; or a model runs there that is not "
         "counted.",
@@ -248,21 +248,21 @@ def no_overlap(evidence: RunEvidence) -> Observation | None:
     # At once, a step lasts as long as the busier of the two.
     busy_ns = min(dearest.busy_ns, evidence.duration_ns)
     idle_ns = evidence.duration_ns - busy_ns
-    waits = format_share(dearest.ns / evidence.duration_ns)
+    waits = evidence.share(dearest.ns)
     of_devices = f"its {dearest.num_devices} devices" if dearest.num_devices > 1 else "its device"
     # Overlap gains nothing if the phase's devices never stand still; more devices do.
     if busy_ns >= _BUSY * evidence.duration_ns:
         return Observation(
             dearest.ns,
             f"the loop waited {waits} of the time for the phase '{dearest.name}', and {of_devices} worked "
-            f"{format_share(busy_ns / evidence.duration_ns)} of it.",
+            f"{evidence.share(busy_ns)} of it.",
             "the phase takes longer than all else in the step, which it overlaps with.",
             "more of the devices for it and fewer for the update, shorter answers, or fewer of them.",
         )
     return Observation(
         min(dearest.ns, idle_ns),
         f"the loop waited {waits} of the time for the phase '{dearest.name}', and {of_devices} stood still for "
-        f"{format_share(idle_ns / evidence.duration_ns)} of it: each waits for the other.",
+        f"{evidence.share(idle_ns)} of it: each waits for the other.",
         "the update begins when the rollout has ended, and the next rollout when the update has.",
         "the rollout of the next step during this one's update, with weights that are one step old; or both on the "
         "same devices.",

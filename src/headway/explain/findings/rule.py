@@ -14,7 +14,7 @@ class TimeOf(Enum):
     """Part of the time that a loss lies in, and is a share of."""
 
     STEPS = "in the steps, of a run without the slow first ones"
-    MACHINE = "in the steps, and no part of their own time"
+    MACHINE = "in the steps by the clock on the wall, waits for a core included"
     DATA = "in the steps, waiting for data"
     RUN = "in all steps of a run"
     BESIDE = "between the steps of a run"

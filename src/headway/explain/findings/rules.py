@@ -23,6 +23,7 @@ _SUBJECTS = (host, pauses, loops, patterns, device, ranks, rollout, series)
 RULES: tuple[Rule, ...] = tuple(rule for subject in _SUBJECTS for rule in subject.RULES)
 LEAST = 0.20  # part of the steps from which a loss without a named cause is a finding
 _NO_LOSS = ("useful", MATMUL, "ceiling")
+_OF_KERNELS = ("memory", "optimizer", "unexplained", f"{SLOW}.")  # lines whose time is operators' alone
 _COVERED = 0.25  # part of a loss from which other findings explain it
 _NOT_KNOWN_MESSAGE = "not known: the trace holds no evidence of one."
 _LOOK_HINT = {
@@ -95,7 +96,7 @@ def _finding(
 ) -> Finding:
     """Make the finding of an observation: its loss as a share of a time, and MFU with and without it."""
     mfu_ns = evidence.full_ns + beside_ns  # MFU is that of the steps as they were measured
-    lost_ns, useful_ns, mfu_to = min(round(lost_ns), total_ns), evidence.useful_ns, None
+    lost_ns, useful_ns, mfu_to = min(max(round(lost_ns), 0), total_ns), evidence.useful_ns, None
     # Losses of findings at these places are bounds.
     is_promise = place not in (FindingPlace.VAGUE, FindingPlace.UNEXPLAINED)
     if is_promise and useful_ns is not None and 0 < lost_ns < total_ns:
@@ -120,6 +121,8 @@ def largest_loss(evidence: StepEvidence, covered: Collection[tuple[str, int]]) -
     if not evidence.spent_by_step:
         return None
     lines = Counter({key: evidence.ns_of(key) for key in evidence.keys if not key.startswith(_NO_LOSS)})
+    if evidence.is_crowded:
+        lines = Counter({key: ns for key, ns in lines.items() if not key.startswith(_OF_KERNELS)})
     if not lines:
         return None
     ((key, ns),) = lines.most_common(1)
