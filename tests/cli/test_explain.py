@@ -16,7 +16,7 @@ def test_json_has_the_schema_and_adds_up(headway, trace):
     assert (code, err) == (0, "")
     assert record["schema_version"] == 1
     (found,) = record["findings"]
-    assert {*found} == {"id", "seen", "cause", "next", "ns", "share", "mfu_from", "mfu_to"}
+    assert {*found} == {"id", "seen", "cause", "next", "ns", "share", "mfu_from", "mfu_to", "when"}
     assert (found["id"], found["ns"]) == ("padding", 15_000)  # a sixth of the slots, of 90 us
     assert [(step["step"], step["rank"], step["duration_ns"]) for step in record["steps"]] == [
         (2, 0, 100_000),

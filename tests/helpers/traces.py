@@ -14,10 +14,15 @@ from headway.explain.budget import NO_COMPONENT, NeededWork
 
 MAIN, BACKWARD_THREAD = 100, 101
 
-# Profiler traces that others published, beside the repository: no copy of them is in it.
-PUBLISHED = sorted(
-    path for folder in Path(__file__).resolve().parents for path in (folder / "shared/traces").glob("*.json.gz")
-) or [pytest.param(None, marks=pytest.mark.skip("no folder shared/traces beside the repository"))]
+
+def beside_the_repository(pattern):
+    """Files that others made, beside the repository: no copy of them is in it."""
+    folders = Path(__file__).resolve().parents
+    skipped = pytest.param(None, marks=pytest.mark.skip(f"no shared/{pattern} beside the repository"))
+    return sorted(path for folder in folders for path in (folder / "shared").glob(pattern)) or [skipped]
+
+
+PUBLISHED = beside_the_repository("traces/*.json.gz")  # profiler traces
 
 
 class WrittenTrace:

@@ -13,6 +13,7 @@ from headway.explain.budget import DeviceRates
 from headway.explain.measurement import MeasuredStep, MeasuredTrace
 from headway.explain.phases import PhaseLine, mean_phases
 from headway.explain.ranks import WaitedFor
+from headway.report import format_share
 
 SCHEMA_VERSION = 1
 MOST = 5  # findings that are told: more are no order of work
@@ -154,6 +155,12 @@ class Finding:
     share: float  # the same / the step's duration
     mfu_from: float | None = None  # MFU of the step; None where it is not known
     mfu_to: float | None = None  # MFU that the step would have without it; None where it is not known
+    when: str = ""  # steps of what came in few, such as "once, 540 ms at step 14"
+
+    @property
+    def extent(self) -> str:
+        """Its size for people, behind its name: what came once is no share of any other step."""
+        return self.when or f"up to {format_share(self.share)} of the time"
 
     def to_dict(self) -> dict[str, Any]:
         """Give the JSON-ready record."""

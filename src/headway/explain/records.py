@@ -90,7 +90,8 @@ def explain_with_records(
     notes += _notes_of_work(unsaid, waterfalls, entries) + notes_of_run(path.parent, entries[-1].step)
     # Time outside of the steps comes from the run's ledger, where there is one.
     # A record stands for its mean step in the series, and so does what came beside it.
-    of_records = {name: sum(entry.ns(f"{name}_s") for entry in every) for name in BESIDE}
+    by_step = {name: {entry.step: ns for entry in every if (ns := entry.ns(f"{name}_s"))} for name in BESIDE}
+    of_records = {name: sum(by_step[name].values()) for name in BESIDE}
     steps_tell = any("away_s" in entry.record for entry in every)
     beside_ns, about_beside = time_beside(path.parent, of_records, steps_tell=steps_tell)
     chosen = [waterfall for waterfall in waterfalls if step is None or waterfall.step == step]
@@ -102,7 +103,7 @@ def explain_with_records(
             choices=[str(waterfall.step) for waterfall in waterfalls],
         )
     judged = _unprofiled(entries)
-    run = RunEvidence([run_steps[place] for place in judged], beside_ns, _left_out(every, entries))
+    run = RunEvidence([run_steps[place] for place in judged], beside_ns, _left_out(every, entries), by_step)
     findings = _findings(entries, [waterfalls[place] for place in judged], run)
     explanation = JobExplanation(tuple(chosen), (NO_PROFILE_NOTE, *notes, *about_beside), findings)
     return explanation, [entry.record for entry in entries]

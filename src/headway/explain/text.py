@@ -243,7 +243,7 @@ def _findings(findings: Sequence[Finding], *, markdown: bool) -> str:
     """List what to do first, the largest first: what each costs, what was seen, the likely cause, what to try."""
     lines = ["**What to do first**", ""] if markdown else ["What to do first"]
     for number, finding in enumerate(findings, start=1):
-        title = f"{finding.id}: up to {format_share(finding.share)} of the time"
+        title = f"{finding.id}: {finding.extent}"
         if finding.mfu_from is not None and finding.mfu_to is not None:
             title += f", MFU {format_share(finding.mfu_from)} -> {format_share(finding.mfu_to)}"
         texts = [_sentence(finding.seen), f"Likely cause: {finding.cause}", f"Try: {finding.next}"]

@@ -61,7 +61,7 @@ def first_sentence(
         text += "; MFU is not known"
     if findings:
         first = findings[0]
-        share = f" (up to {format_share(first.share)} of the time)" if first.share > 0 else ""
+        share = f" ({first.extent})" if first.share > 0 else ""
         return f"{text}; first finding, {first.id}{share}: {first.seen.removesuffix('.')}."
     return f"{text}{_largest_loss(mean)}."
 

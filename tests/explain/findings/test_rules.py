@@ -10,10 +10,11 @@ from headway.explain.findings import rules
 from headway.explain.findings.evidence import RunEvidence, RunStep, StepEvidence
 from headway.explain.findings.rule import Observation, Rule, RuleObserver, TimeOf
 from headway.explain.findings.rules import RULES, find
+from headway.explain.records import explain_records
 from headway.explain.trace import read_trace
 from headway.explain.waterfall import explain
 from headway.meter import pauses as meter_pauses
-from helpers.traces import sidecar, two_kernels_a_step
+from helpers.traces import US, WrittenTrace, beside_the_repository, shapes, sidecar, two_kernels_a_step
 
 
 def step_of(mfu=0.3, **us):
@@ -108,6 +109,87 @@ def test_what_names_no_cause_is_charged_with_what_no_other_finding_names():
     uneven, vague = find(run=RunEvidence([RunStep(n, SECOND, mfu=0.01, imbalance=0.2) for n in range(15)]))
     assert (uneven.id, uneven.share, uneven.mfu_to) == ("heavy-pack", pytest.approx(0.2), pytest.approx(0.01 / 0.8))
     assert (vague.id, vague.share) == ("not-compute-bound", pytest.approx(0.75))
+
+
+def run_with(**by_step):
+    """A run of 15 steps of 1 s, with more in some of them: names of fields of a step, each with seconds by step."""
+    steps = []
+    for n in range(1, 16):
+        collected_ns, after_ns = (int(by_step.get(kind, {}).get(n, 0.001) * SECOND) for kind in ("collection", "after"))
+        phases_ns = {"forward": SECOND // 2, "optimizer": 1, "after": after_ns}
+        places = (("after", "train.py:7 in main", "", after_ns),)
+        steps.append(RunStep(n, SECOND, mfu=0.1, collection_ns=collected_ns, phases_ns=phases_ns, places=places))
+    beside = {
+        name: {n: int(s * SECOND) for n, s in by_step.get(name, {}).items()} for name in ("checkpoint", "evaluation")
+    }
+    return RunEvidence(steps, {name: sum(ns.values()) for name, ns in beside.items()}, (), beside)
+
+
+def traced_with(tmp_path, kind, seconds):
+    """Steps of 100 ms on a CPU, with a chore, a collection or a pause in some: seconds by step."""
+    trace, at = WrittenTrace(), 1000 * US
+    bounds = [at]
+    for number in range(1, 16):
+        trace.operator("aten::mm", at, 100_000 * US, **shapes([[64, 64], [64, 64]]))
+        at += 100_000 * US
+        ns = round(seconds.get(number, 0) * SECOND)
+        if kind == "garbage-collection" and ns:
+            trace.annotation("gc:collection of generation 2", at, ns)
+        elif kind == "recompilation" and ns:
+            trace.operator("compile (dynamo_timed)", at, ns)
+        elif kind != "host-pause" and ns:
+            trace.annotation(f"phase:{kind}", at, ns)
+        at += ns
+        bounds.append(at)
+    trace.steps(*bounds)
+    return {finding.id: finding for finding in explain([read_trace(trace.write(tmp_path / "t.json"))]).findings}
+
+
+ONCE, TWICE, OFTEN, ALWAYS = {14: 0.9}, {3: 0.9, 9: 0.8}, {3: 0.9, 7: 0.9, 11: 0.9}, dict.fromkeys(range(1, 16), 0.3)
+SAYS_A_RULE = re.compile(r"often|again and again|in the loop|each step|every step")
+SECONDS = pytest.mark.parametrize("seconds", [ONCE, TWICE, OFTEN, ALWAYS], ids=["once", "twice", "often", "always"])
+
+
+def assert_told_as_it_came(found, seconds):
+    if seconds in (ONCE, TWICE):
+        assert all(f"at step {step}" in found.seen for step in seconds)
+        assert found.when.startswith("once, " if seconds == ONCE else "twice, ")
+        assert not SAYS_A_RULE.search(found.cause)
+        assert found.mfu_to is None
+        assert found.extent == found.when
+    else:
+        assert found.when == ""
+        assert found.extent.startswith("up to ")
+        assert ("in 3 of 15 steps: 3, 7, 11" in found.seen) == (seconds == OFTEN)
+
+
+@SECONDS
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("collection", "garbage-collection"),
+        ("after", "host-pause"),
+        ("checkpoint", "checkpoint"),
+        ("evaluation", "evaluation"),
+    ],
+)
+def test_what_came_once_in_a_run_is_told_with_its_step(kind, name, seconds):
+    run = run_with(**{kind: {step: 5 * s if name == kind else 1.9 * s for step, s in seconds.items()}})
+    assert_told_as_it_came({finding.id: finding for finding in find(run=run)}[name], seconds)
+
+
+@SECONDS
+@pytest.mark.parametrize(
+    "kind", ["host-pause", "garbage-collection", "checkpoint", "evaluation", "logging", "recompilation"]
+)
+def test_what_came_once_in_a_profile_is_told_with_its_step(tmp_path, kind, seconds):
+    assert_told_as_it_came(traced_with(tmp_path, kind, seconds)[kind], seconds)
+
+
+@pytest.mark.parametrize("path", beside_the_repository("reviews/explain/cases/inputs/gc_once.jsonl"))
+def test_one_full_collection_of_a_foreign_run_is_no_rule(path):
+    (found,) = explain_records(path).findings
+    assert (found.id, found.when) == ("garbage-collection", "once, 541 ms at step 14")
 
 
 def test_a_loss_is_no_more_than_the_time_of_which_it_is_lost():

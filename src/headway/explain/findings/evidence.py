@@ -417,6 +417,7 @@ class RunEvidence(Evidence[RunStep]):
         steps: at least one.
         beside_ns: time of the run outside of its steps, by what it was: "evaluation", "checkpoint", "compile" [ns].
         left_out: records of steps that compiled something and are in no rate.
+        beside_by_step: the same time by the step that it came before, where that is known [ns].
     """
 
     most_mfu = math.inf  # rules compare steps with faster ones, which have shown what can be had
@@ -426,9 +427,11 @@ class RunEvidence(Evidence[RunStep]):
         steps: Sequence[RunStep],
         beside_ns: Mapping[str, int] | None = None,
         left_out: Sequence[RunStep] = (),
+        beside_by_step: Mapping[str, Mapping[int, int]] | None = None,
     ) -> None:
         super().__init__(steps, beside_ns)
         self.left_out = left_out
+        self.beside_by_step = beside_by_step or {}
 
     def of_a_step(self, ns: int) -> int:
         """Mean of a time over the steps, in whole nanoseconds, rounded down."""

@@ -236,7 +236,9 @@ def recorded_pause(evidence: RunEvidence, purpose: str) -> Observation | None:
     if codes and (top := codes.most_common(1)[0])[1]:
         message += f", mostly in {top[0]}"
     words = PURPOSES[purpose].in_records
-    return Observation(ns, f"{message}.", words["cause"], words["advice"])
+    by_step = {step.step: sum(step.phases_ns.get(gap, 0) for gap in gaps) for step in evidence.steps}
+    once = f"the loop spent {{}} {message.partition(' of the time ')[2]}"
+    return Observation(ns, f"{message}.", words["cause"], words["advice"], by_step=by_step, once=once)
 
 
 def _long_gaps(evidence: RunEvidence) -> dict[str, int]:

@@ -31,6 +31,7 @@ _NOT_KNOWN_MESSAGE = (
     "not known: code outside of PyTorch, such as logging, a checkpoint, an evaluation, collecting garbage, a callback, "
     "or another process that had its core."
 )
+_COLLECTED = "Python collected garbage for {}"
 _OFTEN = 0.10  # part of the time from which checkpoints are too frequent
 _LOOKED_AT = 40  # longest pauses of a job that are looked at one by one
 
@@ -42,6 +43,9 @@ def garbage_collection(evidence: StepEvidence) -> Observation | None:
     number = sum(len(step.collections) for step in steps)
     if not ns:
         return None
+    by_step: Counter[int] = Counter()
+    for step in steps:
+        by_step[step.step.window.step] += collected_ns([step])
     return Observation(
         ns,
         f"Python collected garbage {number / evidence.num_steps:,.1f} times a step, for {evidence.share(ns)} of the "
@@ -49,6 +53,8 @@ def garbage_collection(evidence: StepEvidence) -> Observation | None:
         "gc.collect() is called in the step, or the collector runs often over many objects that live long.",
         "gc.freeze() after the start and gc.disable() with a collection every some hundred steps; no gc.collect() and "
         "no torch.cuda.empty_cache() in the step.",
+        by_step=by_step,
+        once=_COLLECTED,
     )
 
 
@@ -61,6 +67,8 @@ def recorded_collections(evidence: RunEvidence) -> Observation | None:
         "gc.collect() is called in the loop, or a large heap of Python's objects is gone through again and again.",
         "gc.freeze() after the set-up, gc.disable() with a collection every some hundred steps, or fewer and larger "
         "objects (tensors, arrays) in place of many small ones.",
+        by_step={step.step: step.collection_ns for step in evidence.steps},
+        once=_COLLECTED,
     )
 
 
@@ -106,6 +114,7 @@ def host_pause(evidence: StepEvidence) -> Observation | None:
         stacks.update(stacks_of(evidence, step, gap))
     idle = "called no operator" if evidence.is_cpu else "launched nothing"
     message = f"the host {idle} in {_extent(evidence, members)}: {evidence.share(ns)} of the time."
+    by_step = _by_step(members)
     # The stack that the pauses were in longest names the code; the host's annotation the part of the loop.
     if stacks:
         stack, _ = stacks.most_common(1)[0]
@@ -113,7 +122,8 @@ def host_pause(evidence: StepEvidence) -> Observation | None:
         share = stacks[stack] / stacks.total()
         where = f" Python was in {_frames(stack)} for {share:.0%} of it."
         cause = words["cause"] or "code of the loop that calls no operator of PyTorch runs between the operators."
-        return Observation(ns, message + where, cause, words["advice"])
+        once = f"the host {idle} for {{}}, mostly in {_frames(stack)}"
+        return Observation(ns, message + where, cause, words["advice"], by_step=by_step, once=once)
     place = next((name for name, _ in places.most_common() if name), "")
     if place:
         return Observation(
@@ -123,24 +133,42 @@ def host_pause(evidence: StepEvidence) -> Observation | None:
             if place.startswith(ANNOTATION)
             else f"{place} runs on the host while the device has nothing to do.",
             "do that work ahead of time or in a thread of its own, less often, or not in the step.",
+            by_step=by_step,
+            once=f"the host {idle} for {{}}, in {place}",
         )
     return Observation(
         ns,
         f"{message} The trace shows nothing that it did meanwhile.",
         _NOT_KNOWN_MESSAGE,
         "a profile with stacks (with_stack=True, or headway.profile, which samples them), which names the code.",
+        by_step=by_step,
+        once=f"the host {idle} for {{}}",
     )
+
+
+def _by_step(members: Sequence[tuple[StepPauses, Pause]]) -> Counter[int]:
+    """Time of pauses in each step [ns], by its number."""
+    by_step: Counter[int] = Counter()
+    for step, gap in members:
+        by_step[step.step.window.step] += gap.own_ns
+    return by_step
 
 
 def chore(evidence: StepEvidence, phase: Phase) -> Observation | None:
     """Time within the steps in which the loop does something else than training."""
     parts = evidence.parts("aside")
-    paused_ns, place = paused_for(evidence, phase)
-    ns = parts[phase.value] + parts[f"{phase.value}, idle"] + paused_ns
+    names = phase.value, f"{phase.value}, idle"
+    paused_ns, place, by_step = paused_for(evidence, phase)
+    ns = sum(parts[name] for name in names) + paused_ns
+    for step in evidence.steps:
+        by_step[step.step] += sum(
+            line.parts.get(name, 0) for line in step.lines if line.key == "aside" for name in names
+        )
     words = PURPOSES[phase.value].in_trace
     where = f" Python was in {place}." if place else ""
     message = f"{words['message']} {evidence.share(ns)} of the time.{where}"
-    return Observation(ns, message, words["cause"], words["advice"], words["setting"])
+    once = f"{words['message']} {{}}"
+    return Observation(ns, message, words["cause"], words["advice"], words["setting"], by_step=by_step, once=once)
 
 
 def beside(evidence: RunEvidence, what: str) -> Observation | None:
@@ -156,20 +184,22 @@ def beside(evidence: RunEvidence, what: str) -> Observation | None:
         f"{what}s took {format_duration(ns / 1e9)}, the steps {format_duration(evidence.duration_ns / 1e9)}.",
         f"the run stops for its {what}s too often, each takes too long, or the run is short.",
         advice,
+        by_step=evidence.beside_by_step.get(what, {}),
+        once=f"the run's {what} took {{}}",
     )
 
 
-def paused_for(evidence: StepEvidence, phase: Phase) -> tuple[int, str]:
+def paused_for(evidence: StepEvidence, phase: Phase) -> tuple[int, str, Counter[int]]:
     """Add up the long gaps in which stacks show a chore that nobody announced to the meter.
 
     Returns:
-        Their time in all steps [ns], and the frames that they were in longest; "" without any.
+        Their time in all steps [ns], the frames that they were in longest, "" without any, and their time by step.
     """
     ns, _, members = _classed(evidence, phase.value)
     stacks: Counter[tuple[str, ...]] = Counter()
     for step, gap in members:
         stacks.update(stacks_of(evidence, step, gap))
-    return ns, _frames(stacks.most_common(1)[0][0]) if stacks else ""
+    return ns, _frames(stacks.most_common(1)[0][0]) if stacks else "", _by_step(members)
 
 
 def _frames(stack: Sequence[str]) -> str:

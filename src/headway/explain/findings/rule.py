@@ -1,11 +1,14 @@
 """A rule of findings: one cause of lost time, and its observers in a trace and in the records of a run."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum, IntEnum
+from statistics import median_low
+from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from headway.explain.findings.evidence import Evidence, RunEvidence, StepEvidence
+from headway.report import format_duration
 
 EvidenceKind = TypeVar("EvidenceKind", bound=Evidence[Any])
 
@@ -44,6 +47,49 @@ class Observation(NamedTuple):
     next: str  # advice for any loop, as a sentence
     setting: str = ""  # setting of `headway train`, which is told to those who use it; "" where there is none
     time: TimeOf | None = None  # time in which the loss lies, where the observer sees it elsewhere than mostly
+    # the cost in each step that has some [ns], by the step's number, of what need not come in every step
+    by_step: Mapping[int, float] = MappingProxyType({})
+    once: str = ""  # words for it where it came once or twice, with {} for how long it took at which step
+
+
+_COMES_AGAIN = 3  # steps in which a thing must have come to be told as what comes again
+_MOST_NAMED = 5  # steps whose numbers are told
+_ONCE_CAUSE = "in {} of {} steps nothing like it came, so nothing here tells that it comes again."
+_ONCE_ADVICE = "nothing, unless it comes again; then {}"
+
+
+def as_it_came(observation: Observation, steps: Collection[int], least_ns: float) -> tuple[Observation, str]:
+    """Charge an observation with what every step has of it, or tell what came once or twice with its steps.
+
+    Args:
+        observation: what a rule saw.
+        steps: numbers of all steps in which it could have come.
+        least_ns: cost in all steps from which it is worth a word [ns].
+
+    Returns:
+        The observation, and when it came, for people; "" of what comes again.
+    """
+    by_step, total = observation.by_step, sum(observation.by_step.values())
+    if total <= 0 or len(steps) < 2:
+        return observation, ""
+    high = [step for step in sorted(by_step) if 2 * by_step[step] > max(by_step.values())]
+    # The usual step is the median one, so that a single step makes no rule; of two it is the lesser one.
+    usual_part = min(1.0, median_low(by_step.get(step, 0.0) for step in steps) * len(steps) / total)
+    if usual_part * observation.ns >= least_ns or 2 * len(high) > len(steps):
+        return observation._replace(ns=usual_part * observation.ns), ""
+    if len(high) >= _COMES_AGAIN:
+        numbers = ", ".join(map(str, high[:_MOST_NAMED])) + (", ..." if high[_MOST_NAMED:] else "")
+        came = f"It came in {len(high)} of {len(steps)} steps: {numbers}."
+        return observation._replace(message=f"{observation.message} {came}"), ""
+    # Times are as the rule sums them up, which may be less than the steps' clock.
+    scale = observation.ns / total
+    took = " and ".join(f"{format_duration(by_step[step] * scale / 1e9)} at step {step}" for step in high)
+    return observation._replace(
+        ns=sum(by_step[step] for step in high) * scale,
+        message=f"{observation.once.replace('{}', took, 1)}, and far less in the rest of {len(steps)} steps.",
+        cause=_ONCE_CAUSE.format(len(steps) - len(high), len(steps)),
+        next=_ONCE_ADVICE.format(observation.next),
+    ), f"{'once' if len(high) == 1 else 'twice'}, {took}"
 
 
 @dataclass(frozen=True, slots=True)

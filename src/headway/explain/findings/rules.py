@@ -6,6 +6,7 @@ the `RULES` of that file with the least share that is worth a word.
 
 from collections import Counter
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 from headway.explain.events import NONE
@@ -14,7 +15,15 @@ from headway.explain.findings import device, host, loops, patterns, pauses, rank
 from headway.explain.findings.evidence import RunEvidence, StepEvidence
 from headway.explain.findings.gaps import StepPauses, pauses_of
 from headway.explain.findings.patterns import dearest_parts
-from headway.explain.findings.rule import OF_A_WHOLE_RUN, FindingPlace, Observation, Rule, RuleObserver, TimeOf
+from headway.explain.findings.rule import (
+    OF_A_WHOLE_RUN,
+    FindingPlace,
+    Observation,
+    Rule,
+    RuleObserver,
+    TimeOf,
+    as_it_came,
+)
 from headway.explain.measurement import MATMUL
 from headway.report import format_ms
 from headway.report.step_lines import NAMES, SLOW
@@ -51,16 +60,21 @@ def find(steps: StepEvidence | None = None, run: RunEvidence | None = None) -> t
         observation = None if name in findings else observer.look(evidence)
         if observation is None:
             continue
-        time = observation.time or observer.time
+        time, place = observation.time or observer.time, observer.place
         counted = run.steady if evidence is run and time not in OF_A_WHOLE_RUN else evidence
         # A loss between the steps is a part of the steps and the time between them together.
-        lost_ns = max(0, observation.ns - (named_ns if observer.place is FindingPlace.VAGUE else 0))
         beside_ns = sum(counted.beside_ns.values()) if time is TimeOf.BESIDE else 0
         total_ns = beside_ns + (counted.full_ns if time is TimeOf.MACHINE else counted.duration_ns)
-        if lost_ns < observer.least * total_ns:
+        least_ns = observer.least * total_ns
+        observation, when = as_it_came(observation, {step.step for step in counted.steps}, least_ns)
+        place = FindingPlace.PASSING if when else place
+        lost_ns = max(0, observation.ns - (named_ns if place is FindingPlace.VAGUE else 0))
+        # A single pause while others had the core is theirs as well as the loop's.
+        if lost_ns < least_ns or (when and evidence is steps and steps.is_crowded):
             continue
-        finding = _finding(name, observer.place, observation, counted, lost_ns, total_ns, beside_ns)
-        findings[name] = observer.place, finding
+        finding = _finding(name, place, observation, counted, lost_ns, total_ns, beside_ns)
+        # A single pause tells no rate of other steps.
+        findings[name] = place, replace(finding, when=when, mfu_to=None) if when else finding
         named_ns += finding.ns * counted.num_steps if time is TimeOf.STEPS else 0
         covered += [(line, round(lost_ns)) for line in observer.lines]
     if steps is not None and steps.num_steps and (observation := largest_loss(steps, covered)) is not None:
