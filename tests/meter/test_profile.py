@@ -204,6 +204,46 @@ def test_a_digest_is_that_of_the_rows_wherever_they_come_from():
     assert digest_of(again) == digest_of(COST_MODEL) != digest_of(COST_MODEL.freeze(["language"]))
 
 
+ROW = batch_of(14)
+PAIR = {key: torch.cat([value, value]) for key, value in ROW.items()}  # chosen and rejected, as TRL's DPO joins them
+COUNTED = {
+    "arguments of a forward": lambda meter: meter.count(ROW),
+    "a pair of answers": lambda meter: meter.count({**PAIR, "attention_mask": torch.ones_like(PAIR["input_ids"])}),
+    "a workload": lambda meter: meter.count(Workload([3, 9], slots=20)),
+    "answers": lambda meter: meter.count(headway.Generation([8, 5], [4, 0, 7, 2], group=2, batch_size=2)),
+    "another model": lambda meter: meter.count(ROW, cost_model=COST_MODEL, forward_only=True),
+    "a forward alone": lambda meter: meter.count(ROW, forward_only=True),
+}
+
+
+@pytest.mark.parametrize("counted", [*([name] for name in COUNTED), list(COUNTED)], ids="+".join)
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_profile_has_the_flops_of_whatever_the_loop_counts_here_as_its_record_has(tmp_path, counted, elsewhere):
+    """The forms that `Meter.count` takes, and a rollout on devices of its own, which the trace does not hold."""
+    model = tiny()
+    with (
+        Meter(model, others=[COST_MODEL], peak=PEAK, log_every=1, log_to=[tmp_path / "metrics.jsonl"]) as meter,
+        headway.profile(meter, tmp_path, steps=range(2, 4), report=str) as window,
+    ):
+        for _ in range(4):
+            if elsewhere:
+                with meter.phase("rollout", forward_only=True, num_devices=2):
+                    COUNTED["answers"](meter)
+            for name in counted:
+                COUNTED[name](meter)
+            model(**ROW).loss.backward()
+            meter.step()
+    records = {r["step"]: r for r in read_metrics(tmp_path / "metrics.jsonl") if r["kind"] == "step"}
+    steps = read(window.path)["headway"]["steps"]
+    assert list(steps) == ["2", "3"]
+    for number, facts in steps.items():
+        useful = {name: sum(parts.values()) for name, parts in facts["useful_flops"].items()}
+        assert sum(useful.values()) == records[int(number)]["flops"]["total"] > 0
+    for step in explain([read_trace(window.path)]).steps:
+        assert {row.name for row in break_down(step, "component") if row.flops} <= {*useful}
+        break_down(step, "attention")
+
+
 def test_losses_are_the_same_to_the_bit_without_a_window(profiled):
     model = tiny()
     recompute_blocks(model.train(), "full,-attention")

@@ -76,15 +76,17 @@ def read_or_copy(batch: Any, cost_model: CostModel) -> Workload | Generation | M
     return copies if "cuda" in devices.values() else workload_of(copies, cost_model)
 
 
-def workload_of(batch: Workload | Mapping[str, Any], cost_model: CostModel | None = None) -> Workload:
-    """Build the workload of one forward from its arguments, as transformers names them; a `Workload` is given back.
+def workload_of(batch: Workload | Generation | Mapping[str, Any], cost_model: CostModel | None = None) -> Workload:
+    """Build the workload of whatever `Meter.count` takes: a forward's arguments, as transformers names them, mostly.
+
+    A `Workload` is given back, and a `Generation` computes its own.
 
     What counts as a segment is read from the first of these that the batch has: a `workload`, boundaries
     (`cu_seq_lens_q`), positions that restart, a padding mask; without any, each row of `input_ids` is one segment.
 
     Args:
-        batch: the forward's arguments, on the CPU: `input_ids` (batch, slots), `inputs_embeds` or `tokens`, and what
-            else it has of `attention_mask`, `position_ids`, `cu_seq_lens_q`, `image_grid_thw`, `video_grid_thw`,
+        batch: what was counted. A forward's arguments lie on the CPU: `input_ids` (batch, slots), `inputs_embeds` or
+            `tokens`, and what else it has of `attention_mask`, `position_ids`, `cu_seq_lens_q`, `image_grid_thw`, `video_grid_thw`,
             `pixel_values` (alone, for a model that reads nothing else); `decoder_input_ids` or `labels` where the model
             reads an encoder. Megatron's `cu_seqlens_argmin`, `cu_seqlens_unpadded` and `cu_seqlens_unpadded_argmin` go
             with `cu_seqlens`, and `context_parallel_size` says over how many ranks the slots of each row are split.
@@ -98,8 +100,8 @@ def workload_of(batch: Workload | Mapping[str, Any], cost_model: CostModel | Non
     >>> workload_of({"input_ids": np.zeros((2, 4), int), "attention_mask": np.array([[1, 1, 1, 0], [1, 1, 1, 1]])})
     Workload(2 segments, 7 tokens, 8 slots)
     """
-    if isinstance(batch, Workload):
-        return batch
+    if isinstance(batch, Workload | Generation):
+        return batch if isinstance(batch, Workload) else batch.workload
     if cost_model is not None and DENOISES in cost_model.source and "workload" not in batch:
         return _denoised(batch, cost_model)
     reads_encoder = cost_model is not None and "source" in cost_model.towers

@@ -154,7 +154,7 @@ class Meter(StepMeter):
             peak_bytes_per_s=self.memory_bytes_per_s,
             packing_length=packing_length,
             batch_ranks=self.batch_share.ranks,
-            devices=self._phase_clock.devices,
+            devices=self.phase_devices,
         )
         self._warned = set()
         # forwards are timed where there is a module, and steps wait here until the device has passed them

@@ -207,6 +207,11 @@ class StepClock:
         return self._left_s is not None
 
     @property
+    def phase_devices(self) -> dict[str, PhaseDevices]:
+        """The named phases that have devices of their own."""
+        return self._phase_clock.devices
+
+    @property
     def current_phase(self) -> NamedPhase | None:
         """The named phase that the loop is in; None without one."""
         return self._phase_clock.current

@@ -136,7 +136,7 @@ class StepMeter(StepClock, ABC):
             self._traffic,
             self.goodput,
             forwards=self._forward_traffic,
-            elsewhere=self._phase_clock.devices,
+            elsewhere=self.phase_devices,
             on_error=self.stop_counting if any(watch.counts for watch in self._watches) else None,
             keeps_steps=keeps_steps,
         )

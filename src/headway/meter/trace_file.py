@@ -81,6 +81,8 @@ def step_facts(meter: StepMeter, step: PendingStep) -> dict[str, Any]:
     """
     trained, count = [], FlopCount()
     for batch, billed in step.batches:
+        if billed.phase in meter.phase_devices:
+            continue  # other devices ran it, which are not in the trace
         workload = workload_of(batch, meter.models[billed.model])
         trained += [workload] if billed.trains else []
         count += billed.count(workload, meter.models)
@@ -98,7 +100,7 @@ def _packs(meter: StepMeter, step: PendingStep) -> list[dict[str, Any]]:
     attends = {(row.module, row.driver) for row in meter.cost_model.rows if row.component.endswith(".attention")}
     packs = []
     for batch, billed in step.batches:
-        if billed.model:
+        if billed.model or billed.phase in meter.phase_devices:
             continue
         workload = workload_of(batch, meter.cost_model)
         count = billed.count(workload, meter.models, by="layer").split(meter.batch_share.ranks)[0]
