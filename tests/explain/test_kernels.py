@@ -61,6 +61,27 @@ def test_kernels_that_no_operator_launches_are_classed_by_their_names():
     assert wrong == []
 
 
+# Numbers that a library's name is written with: its stages, tiles, warps, alignments and version.
+NUMBERS = re.compile(r"(?<=stage)\d|(?<=stages_)\d+|\d+(?=x\d)|(?<=\dx)\d+|(?<=align)\d|(?<=sm)\d\d|(?<=_g)\d\b")
+LIBRARIES = re.compile(r"xmma|cutlass|cudnn|cublas|gemm|Cijk|nvjet|Conv|mma|tilesize|stages_|^bmm_|fmha")
+
+
+@pytest.mark.parametrize("stage", range(1, 7))
+@pytest.mark.parametrize("tile", [8, 16, 24, 32, 64, 96, 128, 192, 256])
+def test_numbers_of_stages_and_tiles_decide_nothing(stage, tile):
+    """Every name of a library in the table, with each number of stages and each tile in place of its own."""
+    with Path(__file__).with_name("kernel_names.tsv").open() as file:
+        rows = [
+            row for row in csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE) if LIBRARIES.search(row["name"])
+        ]
+    assert len(rows) > 60
+    wrong = []
+    for row in rows:
+        name = NUMBERS.sub(lambda number: str(stage if len(number[0]) == 1 else tile), row["name"])
+        wrong += [name] if work_of_kernel(name, None) != row["work"] else []
+    assert wrong == []
+
+
 @pytest.mark.parametrize(
     ("name", "attends"),
     [

@@ -33,7 +33,7 @@ _PRODUCTS, _NO_PRODUCTS, _PRODUCT_NAMES = (
 )
 _KERNEL_CLASSES = tuple((Work(row["work"]), _words(row["words"])) for row in _TABLE["kernels"])
 # In template arguments a product's words come first: they tell of its conversions and layouts as well.
-_CLASSES_BY_ARGUMENTS = (*_KERNEL_CLASSES[:3], _KERNEL_CLASSES[4], _KERNEL_CLASSES[3], *_KERNEL_CLASSES[5:])
+_CLASSES_BY_ARGUMENTS = (*_KERNEL_CLASSES[:4], _KERNEL_CLASSES[5], _KERNEL_CLASSES[4], *_KERNEL_CLASSES[6:])
 _ELEMENTWISE_LIBRARIES = re.compile(r"at::native|at_cuda_detail|\bcub::|thrust::|rocprim|hipcub|fbgemm_gpu::")
 # Kernels that only call what their first template argument is.
 _WRAPPERS = re.compile(r"(cutlass::\w*|cutlass\w*::|enable_\w+::)?(device_kernel|Kernel2?|kernel)")

@@ -86,10 +86,11 @@ def workload_of(batch: Workload | Generation | Mapping[str, Any], cost_model: Co
 
     Args:
         batch: what was counted. A forward's arguments lie on the CPU: `input_ids` (batch, slots), `inputs_embeds` or
-            `tokens`, and what else it has of `attention_mask`, `position_ids`, `cu_seq_lens_q`, `image_grid_thw`, `video_grid_thw`,
-            `pixel_values` (alone, for a model that reads nothing else); `decoder_input_ids` or `labels` where the model
-            reads an encoder. Megatron's `cu_seqlens_argmin`, `cu_seqlens_unpadded` and `cu_seqlens_unpadded_argmin` go
-            with `cu_seqlens`, and `context_parallel_size` says over how many ranks the slots of each row are split.
+            `tokens`, and what else it has of `attention_mask`, `position_ids`, `cu_seq_lens_q`, `image_grid_thw`,
+            `video_grid_thw`, `pixel_values` (alone, for a model that reads nothing else); `decoder_input_ids` or
+            `labels` where the model reads an encoder. Megatron's `cu_seqlens_argmin`, `cu_seqlens_unpadded` and
+            `cu_seqlens_unpadded_argmin` go with `cu_seqlens`, and `context_parallel_size` says over how many ranks the
+            slots of each row are split.
         cost_model: of the model; needed where the shape of an image is the tower's own.
 
     Raises:
