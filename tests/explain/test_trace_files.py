@@ -11,10 +11,12 @@ import tarfile
 import zipfile
 from contextlib import suppress
 
+import numpy as np
 import pytest
 
 from headway.errors import ConfigError
 from headway.explain import trace_files
+from headway.explain.events import NONE, Kind
 from headway.explain.trace import read_trace, read_traces
 from headway.explain.trace_files import foreign_kind, is_packed
 from headway.explain.waterfall import explain
@@ -200,7 +202,7 @@ def test_an_export_is_explained_like_a_trace(tmp_path, step_name):
     database = nsight_export(path, step_name=step_name)
     # Another process with numbers of its own, and fewer kernels.
     database.execute(
-        f"INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL VALUES ({10**15}, {10**15 + 50 * US}, 1, 1, 7, 1, {78 * 2**24}, 0, 0)"
+        f"INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL VALUES ({10**15}, {10**15 + 30 * US}, 1, 1, 7, 1, {78 * 2**24}, 0, 0)"
     )
     database.commit()
     explanation = explain([read_trace(path)])
@@ -208,7 +210,45 @@ def test_an_export_is_explained_like_a_trace(tmp_path, step_name):
     assert (step.step, step.duration_ns, step.device_name) == (8, 100 * US, "NVIDIA H200")
     lines = {line.key: line.ns / US for line in step.lines if line.ns}
     assert lines == {"matmul": 30, "unexplained": 20, "copies": 10, "idle.launch": 40}
-    assert any("holds 2 processes with kernels" in note for note in explanation.notes)
+    assert "1 other process with few kernels left out." in explanation.notes
+
+
+def test_processes_that_compute_are_ranks_in_the_order_of_their_devices(tmp_path):
+    """As two ranks of a job are in one report: nsys-ai's h100_2gpu_1s.sqlite and mfu_2gpu_before.sqlite."""
+    path = tmp_path / "report.sqlite"
+    database = nsight_export(path)
+    for table in ("KERNEL", "MEMCPY", "RUNTIME"):
+        name, process = f"CUPTI_ACTIVITY_KIND_{table}", "globalTid" if table == "RUNTIME" else "globalPid"
+        database.execute(f"CREATE TEMP TABLE other AS SELECT * FROM {name}")
+        database.execute(f"UPDATE other SET {process} = {process} - {2**24}")
+        if table != "RUNTIME":
+            database.execute("UPDATE other SET deviceId = 1, end = start + (end - start) / 2")
+        database.executescript(f"INSERT INTO {name} SELECT * FROM other; DROP TABLE other")
+    database.commit()
+    traces = read_traces(path)
+    assert [(trace.rank, trace.world_size) for trace in traces] == [(0, 2), (1, 2)]
+    busy = [int((trace.device.end_ns - trace.device.start_ns).sum()) for trace in traces]
+    assert busy == [3 * 60 * US, 3 * 30 * US]
+    explanation = explain(traces, rank=1, as_one_step=True)
+    assert [step.rank for step in explanation.steps] == [1]
+    assert any("2 processes with kernels, which are taken for ranks" in note for note in explanation.notes)
+
+
+def test_copies_of_an_export_have_their_memory_and_bytes(tmp_path):
+    """Columns of later exports, in Kineto's words; the first ones lack them."""
+    path = tmp_path / "report.sqlite"
+    database = nsight_export(path)
+    database.commit()
+    first = read_trace(path)
+    assert "Memcpy HtoD" in first.names
+    for column, kind in (("srcKind", 1), ("dstKind", 2)):
+        database.execute(f"ALTER TABLE CUPTI_ACTIVITY_KIND_MEMCPY ADD COLUMN {column} INT DEFAULT {kind}")
+    database.commit()
+    trace = read_trace(path)
+    copies = np.flatnonzero(trace.device.kind == Kind.MEMCPY)
+    assert {trace.names[i] for i in trace.device.name[copies]} == {"Memcpy HtoD (Pinned -> Device)"}
+    assert trace.device.num_bytes[copies].tolist() == [4096] * 3
+    assert set(trace.device.num_bytes.tolist()) == {4096, NONE}
 
 
 def test_an_export_without_named_steps_is_taken_whole(tmp_path):

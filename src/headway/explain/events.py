@@ -57,6 +57,7 @@ class Events:
     forward_thread: Column  # 0 in forward, above 0 in backward: the profiler's number of the forward's thread
     group: Column  # index into the trace's names of what a collective says of itself (kind, group, elements)
     operands: Column  # index into the trace's operands, of an operator whose shapes were recorded
+    num_bytes: Column  # bytes that a copy moves
 
     def __len__(self) -> int:
         return len(self.kind)

@@ -38,6 +38,8 @@ _LINES = {
 }
 # Calls of the runtime that block the host until the device has finished some work; cudaFree waits for all of it.
 _WAITS = re.compile(r"\w+Synchronize(_ptsz|_v\d+)?|(cuda|hip)(Memcpy(2D|3D)?|MemcpyWithStream|Free|Malloc)|cuMemcpy\w*")
+# Calls that only queue a copy, unless its memory is pageable: then they return when it has been read.
+_QUEUED_COPIES, _QUEUED_NS = re.compile(r"(cuda|hip|cu)Memcpy\w*Async\w*"), 1_000_000
 # Gaps before what had been launched already. A device takes 1 to 3 us from one kernel to the next of a stream, as a
 # profile of an H200 shows; one of 10 us has another cause.
 _NEXT_KERNEL, _LONGER = "from one kernel to the next", "gaps over 10 us"
@@ -121,6 +123,7 @@ class MeasuredTrace:
 
     trace: Trace  # the columns
     attribution: Attribution  # purpose of each event
+    loop_track: int  # the loop's thread: that of the steps, without steps the one that launched most; NONE without any
     steps: tuple[MeasuredStep, ...]  # all steps, edges included
     notes: tuple[str, ...]  # remarks on the trace, as sentences
 
@@ -164,7 +167,8 @@ def measure(trace: Trace, *, as_one_step: bool = False) -> MeasuredTrace:
     """
     attribution = attribute(trace)
     notes = [*trace.notes, *([] if trace.steps or as_one_step else [_NO_STEPS_NOTE])]
-    which = _operators(trace, attribution) if trace.is_cpu_only else _of_one_device(trace, notes)
+    track = _loop_track(trace, attribution)
+    which = _operators(trace, attribution, track) if trace.is_cpu_only else _of_one_device(trace, notes)
     computes = [work in _COMPUTES for work in attribution.work]
     windows = step_windows(trace, attribution.launch, computes, which, as_one_step=as_one_step)
     causes = _IdleCauses(trace, attribution, which)
@@ -176,7 +180,7 @@ def measure(trace: Trace, *, as_one_step: bool = False) -> MeasuredTrace:
         pieces = divide(events.start_ns, events.end_ns, priority, (window.start_ns, window.end_ns))
         idle = causes.split(pieces, (window.start_ns, window.end_ns))
         steps.append(MeasuredStep(window, _owned(pieces, which, attribution), idle, loop_phases.split(pieces, which)))
-    return MeasuredTrace(trace, attribution, tuple(steps), tuple(notes))
+    return MeasuredTrace(trace, attribution, track, tuple(steps), tuple(notes))
 
 
 def _of_one_device(trace: Trace, notes: list[str]) -> Column:
@@ -189,12 +193,17 @@ def _of_one_device(trace: Trace, notes: list[str]) -> Column:
     return np.flatnonzero(positions == chosen)
 
 
-def _operators(trace: Trace, attribution: Attribution) -> Column:
-    """Find the events in a kernel's place on a CPU: operators of the steps' thread, and collectives of any thread."""
-    track = trace.step_track
-    if track == NONE:
-        tracks, counts = np.unique(trace.host.track[trace.host.kind == Kind.OPERATOR], return_counts=True)
-        track = int(tracks[np.argmax(counts)]) if len(tracks) else NONE
+def _loop_track(trace: Trace, attribution: Attribution) -> int:
+    """Find the thread of the steps; without steps the one that launched most, or called most operators on a CPU."""
+    if trace.step_track != NONE:
+        return trace.step_track
+    calls = trace.host.kind == Kind.OPERATOR if trace.is_cpu_only else attribution.launch[attribution.launch != NONE]
+    tracks, counts = np.unique(trace.host.track[calls], return_counts=True)
+    return int(tracks[np.argmax(counts)]) if len(tracks) else NONE
+
+
+def _operators(trace: Trace, attribution: Attribution, track: int) -> Column:
+    """Find the events in a kernel's place on a CPU: operators of the loop's thread, and collectives of any thread."""
     communicates = np.array([work is Work.COMMUNICATION for work in attribution.work])
     computes = np.array([work is not Work.HOST for work in attribution.work])
     return np.flatnonzero(((trace.host.track == track) & computes) | communicates)
@@ -325,8 +334,12 @@ class _IdleCauses:
         annotations = [i for i in np.flatnonzero(tells).tolist() if contexts[i].phase in _ANNOTATED_PHASES]
         self._annotations = np.array(annotations, dtype=np.int64)
         self._depth = np.array([-contexts[i].depth for i in annotations], dtype=np.int64)
-        waiting = {i for i, name in enumerate(trace.names) if _WAITS.fullmatch(name)}
-        waits = np.flatnonzero((host.kind == Kind.LAUNCH) & np.isin(host.name, list(waiting)))
+        waiting, queues = (
+            np.isin(host.name, [i for i, name in enumerate(trace.names) if words.fullmatch(name)])
+            for words in (_WAITS, _QUEUED_COPIES)
+        )
+        blocks = queues & (host.end_ns - host.start_ns >= _QUEUED_NS)
+        waits = np.flatnonzero((host.kind == Kind.LAUNCH) & (waiting | blocks))
         self._waits = waits[np.argsort(host.start_ns[waits], kind="stable")]
         self._longest_wait_ns = int((host.end_ns[waits] - host.start_ns[waits]).max(initial=0))
 
@@ -349,7 +362,7 @@ class _IdleCauses:
                     idle.by_phase[phase] += spent
                     left -= spent
             # The rest comes of a wait that the host was in when the device ran out of work, else of late launches.
-            waited = self._wait_at(start)
+            waited = self._wait_in(start, end)
             if waited is None:
                 idle.late_before[ends_it] += left
             else:
@@ -375,17 +388,24 @@ class _IdleCauses:
         launch = int(self._attribution.launch[ends_it])
         return launch != NONE and int(self._trace.host.start_ns[launch]) >= start
 
-    def _wait_at(self, moment: int) -> str | None:
-        """Name the call that the host waited in when the device ran out of work."""
+    def _wait_in(self, start: int, end: int) -> str | None:
+        """Name the call that the host waited in when the device ran out of work, or else for most of the gap."""
         host = self._trace.host
-        i = int(np.searchsorted(host.start_ns[self._waits], moment, side="left")) - 1
-        while i >= 0 and int(host.start_ns[self._waits[i]]) + self._longest_wait_ns >= moment:
+        longest, longest_ns = NONE, (end - start) // 2
+        i = int(np.searchsorted(host.start_ns[self._waits], end, side="left")) - 1
+        while i >= 0 and int(host.start_ns[self._waits[i]]) + self._longest_wait_ns >= start:
             at = int(self._waits[i])
-            if int(host.end_ns[at]) >= moment:
-                context = self._attribution.contexts[at]
-                call = self._trace.names[host.name[at]]
-                operator = self._trace.names[host.name[context.operator]] if context.operator != NONE else ""
-                text = f"{operator} ({call})" if operator else call
-                return f"{text} in {context.module}" if context.module else text
+            begin, finish = int(host.start_ns[at]), int(host.end_ns[at])
+            if begin < start <= finish:
+                return self._call(at)
+            if min(finish, end) - max(begin, start) > longest_ns:
+                longest, longest_ns = at, min(finish, end) - max(begin, start)
             i -= 1
-        return None
+        return None if longest == NONE else self._call(longest)
+
+    def _call(self, at: int) -> str:
+        context = self._attribution.contexts[at]
+        call = self._trace.names[self._trace.host.name[at]]
+        operator = self._trace.names[self._trace.host.name[context.operator]] if context.operator != NONE else ""
+        text = f"{operator} ({call})" if operator else call
+        return f"{text} in {context.module}" if context.module else text

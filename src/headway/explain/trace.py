@@ -8,7 +8,7 @@ import json
 import re
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, TextIO
@@ -70,9 +70,14 @@ def read_traces(path: Path) -> list[Trace]:
         ConfigError: it holds no trace, is cut off, holds nothing that took time, or more than MAX_EVENTS events.
     """
     if is_database(path):
-        builder, notes = _Builder(str(path)), list[str]()
-        metadata = read_export(path, builder.add, notes)
-        return [_trace(path, builder, metadata, notes)]
+
+        def of_process(events: Iterable[dict[str, Any]], facts: dict[str, Any], notes: list[str]) -> Trace:
+            builder = _Builder(str(path))
+            for event in events:
+                builder.add(event)
+            return _trace(path, builder, facts, notes)
+
+        return read_export(path, of_process)
     num_read = 0  # characters of all traces so far
 
     def parse(name: str, text: TextIO) -> Trace:
@@ -234,6 +239,7 @@ class _Builder:
             integer(arguments.get("Fwd thread id", NONE)),
             group,
             self._index_of_operands(arguments) if "Input Dims" in arguments else NONE,
+            integer(arguments.get("bytes", NONE)) if kind == Kind.MEMCPY else NONE,
         )
 
     def _index_of_operands(self, arguments: dict[str, Any]) -> int:

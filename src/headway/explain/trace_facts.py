@@ -8,7 +8,7 @@ the user states become the facts that Headway writes into its own traces, checke
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from headway.count.step_facts import components_of, flops_on_padding, step_facts
 from headway.devices import named_peak
 from headway.devices.lookup import peak_elsewhere
 from headway.devices.names import named_devices
+from headway.devices.table import Device
 from headway.errors import ConfigError, UnknownDeviceError, UsageError
 from headway.explain.breakdown import products_of
 from headway.explain.budget import SCHEMA_VERSION, DeviceRates, NeededWork
@@ -278,7 +279,7 @@ def _rates(measured: MeasuredTrace, device: str | None) -> DeviceRates:
     written = None if trace.headway is None else NeededWork(trace.headway, str(trace.path))
     recorded_bandwidth = written.bytes_per_s if written is not None else None
     hardware = _hardware_name(trace.device_name)
-    bytes_per_s = recorded_bandwidth or _bandwidth(device) or _bandwidth(hardware)
+    bytes_per_s = recorded_bandwidth or _bandwidth(device) or _bandwidth(trace.device_name)
     ceiling = written.ceiling_flops_per_s if written is not None else None
     if device is None and written is not None and written.peak_flops_per_s is not None:
         return DeviceRates(written.peak_flops_per_s, ceiling, bytes_per_s)
@@ -341,14 +342,18 @@ def _hardware_name(name: str) -> str:
     return name.removesuffix(" VF")
 
 
-def _bandwidth(name: str | None) -> float | None:
-    """Bytes per second of all devices of that name, if they have but one."""
+def rate_of_hardware(name: str | None, rate: Callable[[Device], float | None]) -> float | None:
+    """A rate of all devices that a trace, or a user, calls so; None if none is known, or if they differ."""
     try:
-        devices = named_devices(name) if name is not None and not _is_rate(name) else []
+        devices = named_devices(_hardware_name(name)) if name is not None and not _is_rate(name) else []
     except UnknownDeviceError:
         return None
-    rates = {device.memory_bytes_per_s for device in devices}
+    rates = {rate(device) for device in devices}
     return rates.pop() if len(rates) == 1 else None
+
+
+def _bandwidth(name: str | None) -> float | None:
+    return rate_of_hardware(name, lambda device: device.memory_bytes_per_s)
 
 
 def _collectives(measured: MeasuredTrace) -> dict[int, dict[str, list[int]]]:

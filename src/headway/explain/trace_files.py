@@ -11,6 +11,7 @@ import bz2
 import gzip
 import importlib
 import io
+import itertools
 import lzma
 import re
 import sqlite3
@@ -18,7 +19,7 @@ import sys
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TextIO, TypeVar, cast
@@ -26,6 +27,7 @@ from urllib.parse import quote
 
 from headway.errors import ConfigError
 from headway.files import open_plain
+from headway.words import Argument
 
 MOST_TRACES = 1024  # traces of one archive: ranks of a job
 SQLITE_MAGIC = b"SQLite format 3\x00"
@@ -293,19 +295,24 @@ _TABLES = (_KERNELS, "CUPTI_ACTIVITY_KIND_MEMCPY", "CUPTI_ACTIVITY_KIND_MEMSET",
            "NVTX_EVENTS", "StringIds", "TARGET_INFO_GPU")  # fmt: skip
 _LONGEST_VALUE = 1_000_000  # bytes of one cell
 _PROCESS = 2**24  # a globalTid or globalPid is process x 2^24 + thread, below the bits of the machine
+_LEAST_OF_A_RANK = 0.25  # share of the longest process's kernels; a data worker's are less
 _PUSHED_RANGE = 59  # eventType of a range that its own thread opens and closes
 _COPY_KINDS = {1: "HtoD", 2: "DtoH", 8: "DtoD", 10: "PtoP"}  # CUpti_ActivityMemcpyKind
+_MEMORY_KINDS = {0: "Pageable", 1: "Pinned", 2: "Device", 3: "Array", 4: "Managed"}  # Nsight's ENUM_CUDA_MEM_KIND
 # Names of steps as loops give them, and of operators as emit_nvtx writes them: "aten::addmm, seq = 6".
 _STEP = re.compile(r"(?:profiler|train(?:ing)?)?[ _]?(?:step|iter(?:ation)?)[ _#:]*(\d{1,18})", flags=re.IGNORECASE)
 _OPERATOR = re.compile(r"((?:\w+::)+\w+(?:: \w+)?)(?:, .*)?")
 _SEQUENCE = re.compile(r", seq = (\d{1,18})")
 
 
-def read_export(path: Path, on_event: Callable[[dict[str, Any]], None], notes: list[str]) -> dict[str, Any]:
-    """Read an export, hand over each event in the form of torch.profiler's, and return the facts beside the events.
+def read_export(path: Path, parse: Callable[[Iterable[dict[str, Any]], dict[str, Any], list[str]], Text]) -> list[Text]:
+    """Read an export, one rank for each process with kernels, in the order of their devices.
 
-    Returns:
-        `deviceProperties`, where the export names devices.
+    Args:
+        path: of the export.
+        parse: makes a trace of the events in the form of torch.profiler's, of the facts beside them
+            (`deviceProperties` where the export names devices, `distributedInfo` where there are several processes),
+            and of notes.
 
     Raises:
         ConfigError: it is no export of Nsight Systems, or holds no kernels.
@@ -316,7 +323,7 @@ def read_export(path: Path, on_event: Callable[[dict[str, Any]], None], notes: l
             database.execute("PRAGMA trusted_schema = OFF")
             database.text_factory = _text
             database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST_VALUE)
-            return _Export(database, path, notes).read(on_event)
+            return [parse(*arguments) for arguments in _Export(database, path).processes()]
     except (sqlite3.Error, OverflowError, TypeError, UnicodeError) as error:
         raise ConfigError(
             f"{path} is a SQLite database that cannot be read as an export of Nsight Systems: {error}. Export the "
@@ -329,8 +336,8 @@ def _text(content: bytes) -> str:
 
 
 class _Export:
-    def __init__(self, database: sqlite3.Connection, path: Path, notes: list[str]) -> None:
-        self._database, self._notes = database, notes
+    def __init__(self, database: sqlite3.Connection, path: Path) -> None:
+        self._database = database
         # Plain tables alone: a view or a virtual table of the same name could compute for ever.
         rows = database.execute("SELECT name FROM sqlite_master WHERE type = 'table' AND sql LIKE 'CREATE TABLE%'")
         self._columns = {
@@ -344,27 +351,39 @@ class _Export:
                 "another tool, or of a report without CUDA. Profile with nsys profile --trace cuda,nvtx."
             )
 
-    def read(self, on_event: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-        process = self._process()
+    def processes(self) -> Iterator[tuple[Iterable[dict[str, Any]], dict[str, Any], list[str]]]:
+        """Give the events, facts and notes of each process; each numbers its launches by itself."""
         names = dict(self._database.execute("SELECT id, value FROM StringIds"))
-        for event in (*self._on_device(process, names), *self._on_host(process, names)):
-            on_event(event)
-        if "TARGET_INFO_GPU" not in self._columns:
-            return {}
-        devices = self._database.execute("SELECT DISTINCT name FROM TARGET_INFO_GPU").fetchall()
-        return {"deviceProperties": [{"name": str(name)} for (name,) in devices]}
+        devices: list[tuple[Any]] = []
+        if "TARGET_INFO_GPU" in self._columns:
+            devices = self._database.execute("SELECT DISTINCT name FROM TARGET_INFO_GPU").fetchall()
+        facts: dict[str, Any] = {"deviceProperties": [{"name": str(name)} for (name,) in devices]}
+        chosen, notes = self._chosen()
+        for rank, process in enumerate(chosen):
+            ranks = {"distributedInfo": {"rank": rank, "world_size": len(chosen)}} if len(chosen) > 1 else {}
+            events = itertools.chain(self._on_device(process, names), self._on_host(process, names))
+            yield events, facts | ranks, list(notes)
 
-    def _process(self) -> int | None:
-        """The process whose kernels took longest, since each process numbers its launches by itself."""
+    def _chosen(self) -> tuple[list[int | None], list[str]]:
+        """Choose the processes that compute, in the order of their devices, and make notes on the choice."""
         if "globalPid" not in self._columns[_KERNELS]:
-            return None
-        query = f"SELECT globalPid, SUM(end - start) AS ns FROM {_KERNELS} GROUP BY globalPid ORDER BY ns DESC"
-        processes = self._database.execute(query).fetchall()
-        if len(processes) > 1:
-            self._notes.append(
-                f"the export holds {len(processes)} processes with kernels; this is the one that computed longest."
+            return [None], []
+        rows = self._database.execute(
+            f"SELECT globalPid / {_PROCESS} AS process, SUM(end - start) FROM {_KERNELS} GROUP BY process "
+            "ORDER BY MIN(deviceId), process"
+        ).fetchall()
+        longest_ns = max((ns for _, ns in rows), default=0)
+        chosen = [process for process, ns in rows if ns >= _LEAST_OF_A_RANK * longest_ns]
+        notes = []
+        if len(chosen) > 1:
+            notes.append(
+                f"the export holds {len(chosen)} processes with kernels, which are taken for ranks in the order of "
+                f"their devices; {Argument('rank')} shows one."
             )
-        return int(processes[0][0]) // _PROCESS if processes else None
+        if len(chosen) < len(rows):
+            number = len(rows) - len(chosen)
+            notes.append(f"{number} other process{'es' * (number > 1)} with few kernels left out.")
+        return chosen or [None], notes
 
     def _rows(self, table: str, columns: str, process: int | None) -> Iterator[tuple[Any, ...]]:
         if table not in self._columns:
@@ -377,8 +396,16 @@ class _Export:
         common = "start, end, deviceId, streamId, correlationId"
         for *times, name in self._rows(_KERNELS, f"{common}, demangledName", process):
             yield _device_event("kernel", names.get(name, f"kernel {name}"), *times)
-        for *times, kind in self._rows("CUPTI_ACTIVITY_KIND_MEMCPY", f"{common}, copyKind", process):
-            yield _device_event("gpu_memcpy", f"Memcpy {_COPY_KINDS.get(kind, 'of another kind')}", *times)
+        # Copies in Kineto's words: direction, kinds of memory (which the first exports lack), and bytes.
+        copies = "CUPTI_ACTIVITY_KIND_MEMCPY"
+        fields = [name if name in self._columns.get(copies, ()) else "NULL" for name in ("bytes", "srcKind", "dstKind")]
+        for *times, kind, num_bytes, source, target in self._rows(
+            copies, ", ".join([common, "copyKind", *fields]), process
+        ):
+            name = f"Memcpy {_COPY_KINDS.get(kind, 'of another kind')}"
+            if source in _MEMORY_KINDS and target in _MEMORY_KINDS:
+                name += f" ({_MEMORY_KINDS[source]} -> {_MEMORY_KINDS[target]})"
+            yield _device_event("gpu_memcpy", name, *times, **({} if num_bytes is None else {"bytes": num_bytes}))
         for row in self._rows("CUPTI_ACTIVITY_KIND_MEMSET", common, process):
             yield _device_event("gpu_memset", "Memset (Device)", *row)
 
@@ -407,9 +434,9 @@ class _Export:
 
 
 def _device_event(
-    category: str, name: str, start: int, end: int, device: int, stream: int, correlation: int
+    category: str, name: str, start: int, end: int, device: int, stream: int, correlation: int, **more: Any
 ) -> dict[str, Any]:
-    arguments = {"device": device, "stream": stream, "correlation": correlation}
+    arguments = {"device": device, "stream": stream, "correlation": correlation, **more}
     return _event(category, name, start, end, device, stream, arguments)
 
 

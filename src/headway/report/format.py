@@ -91,11 +91,13 @@ def format_ms(ns: int) -> str:
 def format_traffic(num_bytes: float) -> str:
     """Format bytes that a memory moves, with a decimal prefix as its rates have.
 
-    >>> [format_traffic(num_bytes) for num_bytes in (2.5e6, 3.14159e9, 1.5612e12)]
-    ['2.5 MB', '3.14 GB', '1,561 GB']
+    >>> [format_traffic(num_bytes) for num_bytes in (981, 64_000, 2.5e6, 3.14159e9, 1.5612e12)]
+    ['981 bytes', '64 kB', '2.5 MB', '3.14 GB', '1,561 GB']
     """
-    size, unit = (num_bytes / 1e9, "GB") if num_bytes >= 1e9 else (num_bytes / 1e6, "MB")
-    return f"{size:,.0f} {unit}" if size >= 100 else f"{size:.3g} {unit}"
+    units = {1e9: "GB", 1e6: "MB", 1e3: "kB", 0: "bytes"}
+    unit = next(least for least in units if num_bytes >= least)
+    size = num_bytes / (unit or 1)
+    return f"{size:,.0f} {units[unit]}" if size >= 100 or not unit else f"{size:.3g} {units[unit]}"
 
 
 def format_bytes(num_bytes: float) -> str:

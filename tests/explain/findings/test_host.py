@@ -4,7 +4,7 @@ import pytest
 
 from headway.explain.trace import read_trace
 from headway.explain.waterfall import explain
-from helpers.traces import US, paced_steps, sidecar
+from helpers.traces import US, WrittenTrace, paced_steps, sidecar
 
 
 def findings_of(tmp_path, trace, **beside):
@@ -45,6 +45,64 @@ def test_a_copy_that_nothing_hides_is_found(tmp_path):
 
     found = first_finding(tmp_path, step)
     assert (found.id, found.ns) == ("blocking-copy", 40 * US)
+
+
+PAGEABLE, PINNED = "Memcpy HtoD (Pageable -> Device)", "Memcpy HtoD (Pinned -> Device)"
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "gb_per_s", "device", "words"),
+    [
+        (PAGEABLE, 50e6, 6, "NVIDIA H100 80GB HBM3", "memory is pageable"),
+        ("Memcpy DtoH (Device -> Pageable)", 50e6, 3, "NVIDIA H100 80GB HBM3", "memory is pageable"),
+        # nsys-ai's h100_2gpu_1s.sqlite: weights of an offloaded model
+        (PINNED, 114e6, 27.7, "NVIDIA H100 80GB HBM3", "more bytes are moved"),
+        (PINNED, 114e6, 27.7, "a device of no table", "more bytes are moved"),
+        (PINNED, 114e6, 27.7, "NVIDIA A100-SXM4-80GB", "more bytes are moved"),
+        (PINNED, 114e6, 6.2, "NVIDIA H100 80GB HBM3", "far below its rate"),
+        (PINNED, 512, 0.1, "NVIDIA H100 80GB HBM3", "many small copies"),
+        ("Memcpy DtoD (Device -> Device)", 2e8, 900, "NVIDIA H100 80GB HBM3", "on the device itself"),
+        ("Memcpy HtoD (Host -> Device)", 50e6, 20, "AMD Instinct MI250X", "not hidden behind work"),  # ROCm's
+        ("Memcpy HtoD", None, 20, "NVIDIA H100 80GB HBM3", "not hidden behind work"),
+    ],
+)
+def test_what_is_said_of_copies_is_in_their_own_fields(tmp_path, name, size, gb_per_s, device, words):
+    duration = max(1, round((size or 1e6) / gb_per_s))  # [ns]
+    trace, at = WrittenTrace(), 10**9
+    for i in range(4):
+        beside = {} if size is None else {"bytes": round(size)}
+        trace.launched(name, at, at + US, duration, i + 1, operator="aten::to", category="gpu_memcpy", **beside)
+        trace.launched("k", at + 2 * US, at + duration + US, duration, i + 9, operator="aten::add")
+        at += 2 * duration + US
+    found = findings_of(tmp_path, trace, deviceProperties=[{"name": device}])["blocking-copy"]
+    assert words in found.cause
+    assert ("pin_memory" in found.next) == (words in ("memory is pageable", "not hidden behind work"))
+    assert name in found.seen
+    if size is not None and size > 1e6:
+        assert f"at {gb_per_s:.3g} GB/s" in found.seen
+
+
+@pytest.mark.parametrize("call", ["hipMemcpyWithStream", "cudaMemcpyAsync", "cudaMemcpy"])
+@pytest.mark.parametrize("has_steps", [True, False])
+def test_a_long_copy_that_the_host_is_in_is_a_wait(tmp_path, call, has_steps):
+    """SGLang's in a trace of TraceLens: 493 ms in aten::copy_ (hipMemcpyWithStream), which begins in the gap."""
+
+    def step(trace, at, number):
+        trace.launched("k", at, at + US, 3000 * US, number + 1, operator="aten::add")
+        trace.operator("aten::copy_", at + 3100 * US, 5000 * US)
+        trace.call(call, at + 3110 * US, 4900 * US, number + 2)
+        trace.kernel(PAGEABLE, at + 8000 * US, US, number + 2, category="gpu_memcpy", bytes=64)
+        trace.launched("k", at + 8200 * US, at + 8201 * US, 1000 * US, number + 3, operator="aten::add")
+
+    trace = WrittenTrace()
+    if has_steps:
+        trace.steps(*(10**9 + 10_000 * US * i for i in range(4)))
+    for i in range(3):
+        step(trace, 10**9 + 10_000 * US * i, 10 * i)
+    found = findings_of(tmp_path, trace)
+    assert next(iter(found)) == "blocking-copy"
+    assert f"aten::copy_ ({call})" in found["blocking-copy"].seen
+    assert "memory is pageable" in found["blocking-copy"].cause
 
 
 def test_a_copy_that_the_host_waits_for_blocks(tmp_path):

@@ -16,6 +16,25 @@ def test_products_that_take_less_than_their_launch_are_found(tmp_path):
     found = findings_of(tmp_path, products_in_a_row([[1, 8], [8, 8]], count=20, us=2))["small-gemms"]
     assert found.ns == 40 * US
     assert "20 matrix products a step, 100% of them aten::addmm" in found.seen
+    assert "as a loop over" in found.cause
+
+
+@pytest.mark.parametrize("modules", [[], ["encoder.layer.{}.attention", "encoder.layer.{}.mlp"]])
+def test_small_products_of_many_layers_are_no_loop(tmp_path, modules):
+    """A narrow model, such as TraceLens' bert-small of width 512 on one sentence: each module runs its own few."""
+
+    def step(trace, at, number):
+        trace.launched("adds", at, at + US, 40 * US, number + 90, operator="aten::add")
+        for i in range(20):
+            launch = at + (1 + i) * US
+            trace.operator("aten::addmm", launch, US, **shapes([[], [16, 512], [512, 2048 if i % 2 else 512]]))
+            trace.launched("gemm", launch, at + (40 + 3 * i) * US, 3 * US, number + i + 1)
+            for name in modules[i % 2 : i % 2 + 1]:
+                trace.annotation(f"module:{name.format(i)}", launch, US)
+
+    found = findings_of(tmp_path, paced_steps(step))["small-gemms"]
+    assert "loop" not in found.cause + found.next
+    assert "narrow" in found.cause
 
 
 @pytest.mark.parametrize("gap", [0, 2])

@@ -5,7 +5,7 @@ import pytest
 from headway.explain.findings.gaps import purpose_of
 from headway.explain.trace import read_trace
 from headway.explain.waterfall import explain
-from helpers.traces import US, WrittenTrace, sidecar
+from helpers.traces import BACKWARD_THREAD, MAIN, US, WrittenTrace, sidecar
 
 MS = 1000 * US
 
@@ -41,6 +41,61 @@ def test_a_long_gap_of_which_the_trace_shows_nothing_has_no_cause(tmp_path):
     assert "1 pause a step" in found["host-pause"].seen.replace("1.0", "1")
     assert "shows nothing" in found["host-pause"].seen
     assert found["host-pause"].cause.startswith("not known")
+
+
+SHOWN = {  # what an event of the host in a gap is called in the finding, by its kind
+    "cpu_op": "aten::upsample_nearest2d",
+    "python_function": "forward_batch_info.py(443): init_new",  # SGLang's, in a trace of TraceLens
+    "user_annotation": "gather the replay buffer",
+    "cuda_runtime": "cudaGetDeviceProperties_v2",
+}
+
+
+@pytest.mark.parametrize("kind", SHOWN)
+@pytest.mark.parametrize("thread", [MAIN, BACKWARD_THREAD])
+def test_what_the_host_did_in_a_gap_is_named_with_steps_and_without(tmp_path, kind, thread):
+    """The thread that launched the kernel behind the gap shows it, as well as the loop's."""
+
+    def step(trace, at, number):
+        trace.launched("k", at, at + US, 3 * MS, number + 1, operator="aten::add")
+        for i in range(3):  # by which the main thread has launched most
+            trace.launched("k", at + (9 + i) * US, at + 3 * MS + (9 + i) * US, US, number + 3 + i, operator="aten::add")
+        trace.event(kind, SHOWN[kind], at + 3 * MS + 50 * US, 3 * MS + 900 * US, tid=thread)
+        trace.call("cudaLaunchKernel", at + 7 * MS - 2 * US, US, number + 2, tid=thread)
+        trace.kernel("k", at + 7 * MS, 3 * MS, number + 2)
+
+    seen = []
+    for has_steps in (True, False):
+        trace = steps_of(step, num_steps=2)
+        if not has_steps:
+            trace.events = [event for event in trace.events if not event["name"].startswith("ProfilerStep")]
+        found = findings_of(tmp_path, trace)
+        assert LATE & found.keys() == {"host-pause"}
+        assert "shows nothing" not in found["host-pause"].seen
+        assert SHOWN[kind] in found["host-pause"].seen
+        seen.append(found["host-pause"].seen.partition("It was")[2])
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize(("calls", "rule"), [(1, "host-pause"), (4, "first-use")])
+@pytest.mark.parametrize("kind", ["cpu_op", "cuda_runtime"])
+def test_a_first_use_has_a_second_use_to_compare_with(tmp_path, calls, rule, kind):
+    name = {"cpu_op": "aten::unique_dim", "cuda_runtime": "cudaLaunchKernelExC"}[kind]
+
+    def step(trace, at, number):
+        paused(trace, at, number)
+        if number == 2000:  # the second of three steps has the pause
+            trace.event(kind, name, at + 3 * MS + 9 * US, 4 * MS - 20 * US)
+        for i in range(calls - 1 if number == 3000 else 0):
+            trace.event(kind, name, at + 10 * US + i * 30 * US, 20 * US)
+
+    trace = steps_of(step)
+    pauses = [e for e in trace.events if e["name"] == "cudaLaunchKernel"]
+    assert len(pauses) == 6
+    found = findings_of(tmp_path, trace)
+    assert rule in found
+    assert name in found[rule].seen
+    assert ("first-use" in found) == (calls > 1)
 
 
 def test_many_short_gaps_are_launches(tmp_path):

@@ -65,9 +65,12 @@ class StepPauses:
     @cached_property
     def own_events(self) -> Column:
         """Host events of the loop's thread that overlap the step."""
+        return self._events_of(self.measured.loop_track)
+
+    def _events_of(self, track: int) -> Column:
         host, window = self.host, self.step.window
         inside = (host.end_ns > window.start_ns) & (host.start_ns < window.end_ns)
-        return np.flatnonzero(inside & (host.track == self.measured.trace.step_track))
+        return np.flatnonzero(inside & (host.track == track))
 
     @cached_property
     def collections(self) -> list[tuple[int, int]]:
@@ -120,14 +123,22 @@ class StepPauses:
         ]
 
     def surrounding(self, pause: Pause) -> int:
-        """Innermost host event that lasts for most of a pause; NONE where there is none but the step and its phase."""
-        host, own = self.host, self.own_events
-        names, contexts = self.measured.trace.names, self.measured.attribution.contexts
-        overlap = np.minimum(host.end_ns[own], pause.end_ns) - np.maximum(host.start_ns[own], pause.start_ns)
-        candidates = [
-            i for i in own[2 * overlap > pause.ns].tolist() if not names[host.name[i]].startswith(_SURROUNDINGS)
-        ]
-        return max(candidates, key=lambda i: contexts[i].depth, default=NONE)
+        """Innermost host event that lasts for most of a pause; NONE where there is none but the step and its phase.
+
+        The thread that was late with the event behind the pause is looked at before the loop's, which may only wait.
+        """
+        host, names, attribution = self.host, self.measured.trace.names, self.measured.attribution
+        launch = NONE if pause.event == NONE else int(attribution.launch[pause.event])
+        launcher = self.measured.loop_track if launch == NONE else int(host.track[launch])
+        tracks = [launcher] if launcher != self.measured.loop_track else []
+        for own in (*map(self._events_of, tracks), self.own_events):
+            overlap = np.minimum(host.end_ns[own], pause.end_ns) - np.maximum(host.start_ns[own], pause.start_ns)
+            candidates = [
+                i for i in own[2 * overlap > pause.ns].tolist() if not names[host.name[i]].startswith(_SURROUNDINGS)
+            ]
+            if candidates:
+                return max(candidates, key=lambda i: attribution.contexts[i].depth)
+        return NONE
 
     def cause(self, pause: Pause) -> tuple[str, str]:
         """Class a long pause by the trace's evidence of its cause.
@@ -144,7 +155,9 @@ class StepPauses:
         operator_name = names[host.name[operator]] if operator != NONE else ""
         if ALLOCATES.fullmatch(name):
             return "allocation", f"{name} in {operator_name}" if operator_name else name
-        if _LOADS.fullmatch(name) or (operator != NONE and self._is_first_use(operator)):
+        # The first launch of all loads the library.
+        call = operator if operator != NONE or around == NONE or host.kind[around] != Kind.LAUNCH else around
+        if _LOADS.fullmatch(name) or (call != NONE and self._is_first_use(call)):
             return "first-use", operator_name or name
         if pause.event != NONE and not self.measured.trace.is_cpu_only:
             launch = int(self.measured.attribution.launch[pause.event])
@@ -152,15 +165,15 @@ class StepPauses:
                 return "graph", name
         return "pause", name
 
-    def _is_first_use(self, operator: int) -> bool:
-        """Tell whether an operator is the first of its name, and took far longer than its successors."""
+    def _is_first_use(self, call: int) -> bool:
+        """Tell whether a call is the first of several of its name, and took far longer than its successors."""
         host = self.host
-        same = np.flatnonzero((host.name == host.name[operator]) & (host.kind == Kind.OPERATOR))
+        same = np.flatnonzero((host.name == host.name[call]) & (host.kind == host.kind[call]))
         durations = host.end_ns[same] - host.start_ns[same]
-        others = durations[same != operator]
-        own_ns = int(host.end_ns[operator] - host.start_ns[operator])
-        is_first = int(host.start_ns[same].min()) == int(host.start_ns[operator])
-        return is_first and (not len(others) or own_ns > _FIRST_USE * float(np.median(others)))
+        others = durations[same != call]
+        own_ns = int(host.end_ns[call] - host.start_ns[call])
+        is_first = int(host.start_ns[same].min()) == int(host.start_ns[call])
+        return is_first and len(others) > 0 and own_ns > _FIRST_USE * float(np.median(others))
 
 
 def overlap(spans: Sequence[tuple[int, int]], start_ns: int, end_ns: int) -> int:

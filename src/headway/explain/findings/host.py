@@ -1,7 +1,8 @@
 """Rules about the host: it comes late with data or launches, waits for the device, or has too few cores."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from statistics import median
 
@@ -9,7 +10,8 @@ from headway.explain.findings import loops, patterns
 from headway.explain.findings.evidence import RunEvidence, StepEvidence, as_number
 from headway.explain.findings.gaps import collected_ns, is_allocation, pauses_of
 from headway.explain.findings.rule import FindingPlace, Observation, Rule, RuleObserver, TimeOf
-from headway.report import format_share
+from headway.explain.trace_facts import rate_of_hardware
+from headway.report import format_share, format_traffic
 
 _UNKNOWN = ""
 _DATA_ADVICE = {  # slow part: its name, the reason, advice for any loop, advice for `headway train`
@@ -32,6 +34,44 @@ _WHY_WAITED = {
     "synchronisation for timing, or a library's own.",
 }
 _COPIES = ("aten::copy_", "aten::_to_copy", "aten::to ", "cudaMemcpy", "hipMemcpy", "cuMemcpy")
+_SMALL_COPY = 2**16  # bytes below which a copy takes the microseconds of its start, whatever the link
+_LINK_SHARE = 0.4  # share of a link's printed rate that copies of pinned memory exceed: they reach 0.75 to 0.9 of it
+_COPY_ADVICE = {  # kind of copies: likely cause, advice for any loop, setting of `headway train`
+    "Pageable": (
+        "the host's memory is pageable, so the driver reads it through a buffer of its own and the host waits.",
+        "pin_memory=True in the DataLoader, and .to(device, non_blocking=True) ahead of the step.",
+        "",
+    ),
+    "Pinned": (
+        "the memory is pinned already and the link is busy: more bytes are moved than it carries beside the work, as "
+        "of weights or optimizer states that are kept on the host.",
+        "less offloading: keep on the device what fits (8-bit states, a smaller batch), or copy ahead, on a stream of "
+        "its own.",
+        "parallel.offload: false, which keeps the weights on the device",
+    ),
+    "slow": (
+        "the memory is pinned already, and the link runs far below its rate: other devices share it, it has fewer "
+        "lanes, or the memory is of another socket.",
+        "nvidia-smi topo -m and nvidia-smi -q (link width); a process bound to its device's socket (numactl).",
+        "",
+    ),
+    "small": (
+        "many small copies: each takes the microseconds of its start, and none fills the link.",
+        "one copy of a joined tensor in place of many, and numbers that are made on the device.",
+        "",
+    ),
+    "within": (
+        "tensors are copied on the device itself: clones, .contiguous(), concatenations, buffers of gathers.",
+        "write into the place where the tensor is needed (out=, views), and no clone of what is not changed.",
+        "",
+    ),
+    "": (
+        "copies are not hidden behind work: .to(device) or .cpu() without non_blocking=True, or right before the "
+        "batch is used, or from memory that is not pinned.",
+        "pinned memory and copies ahead of the step: pin_memory=True and .to(device, non_blocking=True).",
+        "parallel.offload: false, which keeps the weights on the device; batches are copied ahead by itself",
+    ),
+}
 _MANY = 16  # short gaps a step, from which they are the launches' and not the step's begin and end
 _TINY_NS = 30_000  # duration of an operator on a CPU up to which larger batches take no longer
 _CALL_NS = 5_000  # duration of an empty call on a CPU: PyTorch's dispatch, autograd's node, memory for the result
@@ -88,16 +128,78 @@ def _is_read(call: str) -> bool:
 
 
 def blocking_copies(evidence: StepEvidence) -> Observation | None:
-    """Copies while nothing computes, and time after the host has waited for one."""
-    waits = sum(ns for call, ns in evidence.parts("idle.sync").items() if call.startswith(_COPIES))
-    ns = evidence.ns("copies") + waits
-    return Observation(
-        ns,
-        f"only copies ran, or the host waited for one, for {evidence.share(ns)} of the time.",
-        "batches are copied from pageable memory, or right before they are used.",
-        "pinned memory and copies ahead of the step: pin_memory=True and .to(device, non_blocking=True).",
-        setting="parallel.offload: false, which keeps the weights on the device; batches are copied ahead by itself",
-    )
+    """Copies while nothing computes, and time after the host has waited for one; their own fields tell why."""
+    waits = Counter({call: ns for call, ns in evidence.parts("idle.sync").items() if call.startswith(_COPIES)})
+    ns = evidence.ns("copies") + waits.total()
+    message = f"only copies ran, or the host waited for one, for {evidence.share(ns)} of the time"
+    has_waited = 2 * waits.total() > ns
+    if has_waited:
+        message += f", mostly in {waits.most_common(1)[0][0]}"
+    # The host waits for copies of pageable memory, whatever else is copied.
+    kinds = _copied(evidence)
+    copied = max(kinds, key=lambda kind: (has_waited and kind.memory == "Pageable", kind.ns), default=None)
+    if copied is None or (has_waited and copied.memory != "Pageable"):
+        return Observation(ns, f"{message}.", *_COPY_ADVICE[""])
+    message += f": {copied.name}, {copied.count / evidence.num_steps:,.0f} a step"
+    kind = "within" if copied.is_within_devices else copied.memory
+    if copied.num_bytes:
+        message += f" of {format_traffic(copied.size)}"
+        if copied.size >= _SMALL_COPY:
+            message += f" at {copied.bytes_per_s / 1e9:,.3g} GB/s"
+    if kind == "Pinned" and copied.num_bytes:
+        link = copied.link_bytes_per_s
+        if copied.size < _SMALL_COPY:
+            kind = "small"
+        elif link is not None:
+            message += f", of the {link / 1e9:,.0f} GB/s of the link to the host"
+            kind = "slow" if copied.bytes_per_s < _LINK_SHARE * link else kind
+    return Observation(ns, f"{message}.", *_COPY_ADVICE[kind])
+
+
+@dataclass(slots=True)
+class _Copies:
+    """Copies of one direction between two kinds of memory, in all steps."""
+
+    name: str  # direction and kinds of memory, "Memcpy HtoD (Pinned -> Device)"
+    link_bytes_per_s: float | None  # printed rate of the device to its host, one way; None where it is not known
+    ns: int = 0  # time of the steps in which nothing more important ran [ns]
+    count: int = 0
+    num_bytes: int = 0  # 0 where they do not say
+    lasting_ns: int = 0  # sum of their durations [ns]
+
+    @property
+    def memory(self) -> str:
+        """Kind of the host's memory: Pageable, Pinned; "" where the name does not tell."""
+        return next((kind for kind in ("Pageable", "Pinned") if kind in self.name), "")
+
+    @property
+    def is_within_devices(self) -> bool:
+        return "DtoD" in self.name or "PtoP" in self.name
+
+    @property
+    def size(self) -> float:
+        """Bytes of one copy."""
+        return self.num_bytes / self.count
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.num_bytes * 1e9 / max(1, self.lasting_ns)
+
+
+def _copied(evidence: StepEvidence) -> list[_Copies]:
+    kinds: dict[str, _Copies] = {}
+    for event in evidence.spent:
+        if event.line == "copies":
+            trace = event.trace
+            if event.name not in kinds:
+                link = rate_of_hardware(trace.trace.device_name, lambda device: device.host_bytes_per_s)
+                kinds[event.name] = _Copies(event.name, link)
+            copies = kinds[event.name]
+            copies.ns += event.ns
+            copies.count += 1
+            copies.num_bytes += max(0, int(trace.events.num_bytes[event.event]))
+            copies.lasting_ns += event.duration_ns
+    return [*kinds.values()]
 
 
 def launch_bound(evidence: StepEvidence) -> Observation | None:

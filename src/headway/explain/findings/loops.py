@@ -4,7 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import partial
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
 from headway.explain.attribution import Chore, Phase
@@ -19,6 +19,16 @@ from headway.report import format_traffic
 # costs its launch.
 _LAUNCH_S = 5e-6
 _PAUSE_NS = 5_000_000  # most of a gap before an operator that counts with it; a longer gap has a cause of its own
+_SMALL_ADVICE = {  # cause and advice of small products, by whether a loop runs them
+    True: (
+        "many small matrices are multiplied one after the other, as a loop over tokens, heads or experts does.",
+        "one batched product (torch.bmm, a linear layer on the whole batch) in place of the loop, or larger batches.",
+    ),
+    False: (
+        "the products themselves are small: the model is narrow, or few tokens are computed at once.",
+        "larger batches, or torch.compile with CUDA graphs, which launches them together.",
+    ),
+}
 _MANY_PRODUCTS = 16  # small products of one module in a step, from which they are a loop
 AT_ONCE = ("aten::_fused_", "aten::_foreach_")
 # A fused update is a few kernels for each group of parameters, with clipping some tens; a loop is about ten for each of
@@ -55,10 +65,17 @@ def small_gemms(evidence: StepEvidence) -> Observation | None:
         f"{names.total() / evidence.num_steps:,.0f} matrix products a step, {number / names.total():.0%} of them {name}"
         f"{where}, take less than {_LAUNCH_S * 1e6:.0f} us at peak each; with what stands around them "
         f"{evidence.share(ns)} of the time.",
-        "many small matrices are multiplied one after the other, as a loop over tokens, heads or experts does.",
-        "one batched product (torch.bmm, a linear layer on the whole batch) in place of the loop, or larger batches.",
+        *_SMALL_ADVICE[_is_loop(evidence, products)],
         setting="larger packs (data.tokens_per_pack)",
     )
+
+
+def _is_loop(evidence: StepEvidence, products: list[EventTime]) -> bool:
+    """Tell whether one module runs many small products, or without modules many of one size run in a row."""
+    if any(event.module for event in products):
+        return bool(_looping_modules(evidence))
+    sizes = [[event.product for event in events if event.product is not None] for events in evidence.spent_by_step]
+    return any(len(list(row)) >= _MANY_PRODUCTS for step in sizes for _, row in groupby(step))
 
 
 def product_loop(evidence: StepEvidence) -> Observation | None:

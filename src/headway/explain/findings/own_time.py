@@ -73,7 +73,7 @@ class OwnTime:
         host, window = measured.trace.host, step.window
         inside = (host.start_ns >= window.start_ns) & (host.start_ns < window.end_ns)
         recorded = (host.kind == Kind.OPERATOR) | (host.kind == Kind.ANNOTATION)
-        self._events: Column = np.flatnonzero(inside & recorded & (host.track == measured.trace.step_track))
+        self._events: Column = np.flatnonzero(inside & recorded & (host.track == measured.loop_track))
         self.of_event: Counter[int] = Counter()
         self.of_gap: Counter[int] = Counter()
         self.of_phase: Counter[Phase] = Counter()
