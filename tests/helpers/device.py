@@ -1,7 +1,7 @@
 """A cost model, a clock and a device of which a test knows and moves all.
 
 A `Device` stands where CUDA would: the host launches work and goes on at once, the device does it in order, and marks
-(`headway.meter.clock.mark`) pass when the device comes to them. Nothing sleeps, so a run of hours takes milliseconds.
+(`headway.meter.clock.Mark`) pass when the device comes to them. Nothing sleeps, so a run of hours takes milliseconds.
 """
 
 import functools
@@ -113,7 +113,7 @@ class Device:
         """Stand where the host's clock and CUDA's events are; `mark` makes other marks than the device's own."""
         with (
             patch("headway.meter.clock.now_ns", self.now_ns),
-            patch("headway.meter.clock.mark", self.mark if mark is None else lambda *_: mark(self)),
+            patch("headway.meter.clock.Mark", self.mark if mark is None else lambda *_: mark(self)),
         ):
             yield self
 

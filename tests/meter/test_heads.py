@@ -186,7 +186,7 @@ def test_a_batch_that_is_read_late_ends_the_numbers_and_not_the_loop(monkeypatch
     def refuse(_batch, _cost_model):
         raise WorkloadError("the mask names no segments")
 
-    monkeypatch.setattr("headway.meter.step_meter.read_or_copy", lambda batch, _: batch)
+    monkeypatch.setattr("headway.meter.watch.read_or_copy", lambda batch, _: batch)
     monkeypatch.setattr("headway.meter.pending.workload_of", refuse)
     windows = []
     meter = Meter(model, peak=PEAK, watch=True, log_every=1, on_window=windows.append)

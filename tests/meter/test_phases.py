@@ -275,13 +275,13 @@ def test_the_host_is_ahead_of_a_device_by_what_is_in_its_queue():
         forwards = ForwardTimer(model, device.mark)
         timer = PhaseTimer(forwards, device.mark, ErrorBoundary(), has_queue=True)
         leads = []
-        for number in (1, 2):
-            timer.begin_step(number, device.mark(), 1.0)
+        timer.next_step(1, device.mark(), 1.0)
+        for number in (2, 3):
             device.work(0.01)
             model(torch.ones(4))["loss"].backward()
-            phases = timer.end_step(device.mark())
+            phases = timer.next_step(number, device.mark(), 1.0)
             device.wait()
-            leads.append(phases.lead_s())
+            leads.append(phases.lead()[0])
         timer.close()
         forwards.close()
     assert leads == [pytest.approx(1.0), pytest.approx(1.0)]

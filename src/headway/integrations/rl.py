@@ -203,7 +203,8 @@ class TrainerPhases:
         models = tuple(self.models.values())
         bytes_of = {i: self._traffic(model) for i, model in enumerate(models)}
         pending = PendingSteps(models, Mark(None, 0.0), forwards=bytes_of, elsewhere=apart)
-        pending.add(PendingStep(step, time, [], skipped=False, left_out=False, batches=batches, extra=extra or {}))
+        done = PendingStep(step, time, [], skipped=False, left_out=False, batches=batches, extra=extra or {})
+        pending.steps.append(done)
         sums = pending.take()
         others = [Sums() for _ in range(self.num_devices - 1)]  # devices that share the step's work
         tally = Tally(self.peak, peak_bytes_per_s=self.memory_bytes_per_s, batch_ranks=self.num_devices, devices=apart)

@@ -30,11 +30,11 @@ class Mark:
 
     Args:
         device: a `torch.device`, or None for the CPU, which has no queue: what the host has passed is done.
-        host_s: reading of the host's clock [s].
+        host_s: reading of the host's clock; read now when None [s].
     """
 
-    def __init__(self, device: Any, host_s: float) -> None:
-        self.host_s = host_s
+    def __init__(self, device: Any = None, host_s: float | None = None) -> None:
+        self.host_s = now_s() if host_s is None else host_s
         self._event: Any = None
         if device is not None and device.type == "cuda":
             import torch
@@ -58,11 +58,6 @@ class Mark:
         return float(other._event.elapsed_time(self._event)) / 1e3
 
 
-def mark(device: Any = None, host_s: float | None = None) -> Mark:
-    """Mark the point that the host, and a device's queue, have reached now."""
-    return Mark(device, now_s() if host_s is None else host_s)
-
-
 class HostCopy:
     """A few numbers on their way from the device.
 
@@ -77,7 +72,7 @@ class HostCopy:
         if values_K.device.type == "cuda":
             self._values_K = torch.empty(values_K.shape, dtype=values_K.dtype, pin_memory=True)
             self._values_K.copy_(values_K.detach(), non_blocking=True)
-        self._arrived = mark(values_K.device)
+        self._arrived = Mark(values_K.device)
 
     def read(self) -> list[float]:
         """Return the numbers; waits for them if the device has not passed the copy."""
@@ -152,8 +147,8 @@ class ForwardTimer:
         model = self._model()
         if model is not None and not self._handles and _timers.get(model) is self:
             self._handles = [
-                model.register_forward_pre_hook(_before_forward),
-                model.register_forward_hook(_after_forward, always_call=True),
+                model.register_forward_pre_hook(_forward_begins),
+                model.register_forward_hook(_forward_ends, always_call=True),
             ]
 
     def close(self) -> None:
@@ -166,28 +161,13 @@ class ForwardTimer:
         if model is not None and _timers.get(model) is self:
             del _timers[model]
 
-    def before(self, model: "nn.Module") -> None:
-        """Note that a forward of the model begins."""
-        if self.is_paused:
-            return
-        if self._wrapped is None:  # `fully_shard` may have come after the meter
-            groups = [group for module in model.modules() for group in sharded_groups(module)]
-            self._wrapped = [*dict.fromkeys(groups)]  # modules that are sharded together share theirs
-            for group in self._wrapped:
-                group.unshard = self._timed(group.unshard)
-                group.wait_for_unshard = self._timed(group.wait_for_unshard)
-        self._waits, self._begin = [], self._mark()
-        if self.on_begin is not None:
-            self.on_begin(self._begin)
-
-    def after(self, results: Any) -> None:
-        """Note that a forward ends."""
-        if self._begin is not None:
-            end = self._mark()
-            self._forwards.append((Span(self._begin, end), self._waits))
-            self._begin = None
-            if self.on_end is not None:
-                self.on_end(end, results)
+    def _time_waits(self, model: "nn.Module") -> None:
+        """Time the waits for parameters, from the first forward on: `fully_shard` may have come after the meter."""
+        groups = [group for module in model.modules() for group in sharded_groups(module)]
+        self._wrapped = [*dict.fromkeys(groups)]  # modules that are sharded together share theirs
+        for group in self._wrapped:
+            group.unshard = self._timed(group.unshard)
+            group.wait_for_unshard = self._timed(group.wait_for_unshard)
 
     def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -205,18 +185,30 @@ class ForwardTimer:
 _timers: "weakref.WeakKeyDictionary[nn.Module, ForwardTimer]" = weakref.WeakKeyDictionary()
 
 
-def _before_forward(model: "nn.Module", _args: Any) -> None:
+def _forward_begins(model: "nn.Module", _args: Any) -> None:
     import torch
 
-    if not torch.compiler.is_compiling() and model.training and (timer := _timers.get(model)) is not None:
-        timer.before(model)
+    timer = None if torch.compiler.is_compiling() or not model.training else _timers.get(model)
+    if timer is None or timer.is_paused:
+        return
+    if timer._wrapped is None:
+        timer._time_waits(model)
+    timer._waits, timer._begin = [], timer._mark()
+    if timer.on_begin is not None:
+        timer.on_begin(timer._begin)
 
 
-def _after_forward(model: "nn.Module", _args: Any, results: Any) -> None:
+def _forward_ends(model: "nn.Module", _args: Any, results: Any) -> None:
     import torch
 
-    if not torch.compiler.is_compiling() and (timer := _timers.get(model)) is not None:
-        timer.after(results)
+    timer = None if torch.compiler.is_compiling() else _timers.get(model)
+    if timer is None or timer._begin is None:
+        return
+    end = timer._mark()
+    timer._forwards.append((Span(timer._begin, end), timer._waits))
+    timer._begin = None
+    if timer.on_end is not None:
+        timer.on_end(end, results)
 
 
 def sharded_groups(module: Any) -> list[Any]:

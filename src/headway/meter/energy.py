@@ -93,19 +93,17 @@ class WindowEnergy:
     The energy of a step that compiles in the middle of a window is included, as nobody knew that it would.
 
     Args:
-        device: a `torch.device`, or None for the CPU.
+        device: a `torch.device` of CUDA.
         boundary: around the readings: where one fails, the energy is not known.
     """
 
     def __init__(self, device: Any, boundary: ErrorBoundary) -> None:
-        is_cuda = device is not None and device.type == "cuda"
         self._boundary = boundary
         self._meter: EnergyMeter | None = None
-        if is_cuda:
-            with boundary.guard(_ENERGY):
-                self._meter = EnergyMeter(device.index or 0)
+        with boundary.guard(_ENERGY):
+            self._meter = EnergyMeter(device.index or 0)
         self._mark_j = 0.0
-        self._counted_j: float | None = 0.0 if is_cuda else None
+        self._counted_j: float | None = 0.0
         self._has_counted = False
 
     def leave(self) -> None:

@@ -119,7 +119,10 @@ class Compilation:
             callback_handler.register_end_callback(self._on_end)
 
     def happened(self) -> bool:
-        """Say whether a graph has been made since the last call."""
+        """Go on to listen, and say whether a graph has been made since the last call."""
+        if "torch._dynamo.utils" not in sys.modules:
+            return False
+        self.watch()
         before, self._num_graphs = self._num_graphs, _num_graphs()
         return self._num_graphs != before
 
@@ -216,9 +219,3 @@ def settings_of(model: Any, device: Any) -> dict[str, Any]:
         "device_memory_bytes": memory_bytes or None,
         "weights_dtype": max(sizes, key=lambda name: sizes[name]) if sizes else None,
     }
-
-
-def anomaly_mode() -> bool | None:
-    """Tell whether autograd looks for numbers that are not finite in every operation; None before torch is loaded."""
-    torch = sys.modules.get("torch")
-    return None if torch is None else bool(torch.is_anomaly_enabled())

@@ -74,7 +74,7 @@ class Goodput:
         self._is_open = True
         self._is_restart = not self._file.is_empty
         # seconds by bucket, and moves between buckets that are not applied yet
-        self._current: Bucket = self._as_charged("set-up")
+        self._current: Bucket = "recovery" if self._is_restart else "set-up"
         self._ns = dict.fromkeys(BUCKETS, 0)
         self._moves: dict[tuple[Bucket, Bucket], int] = {}
         origin = {"wall_s": start_s, "pid": os.getpid(), "host": socket.gethostname()}
@@ -100,10 +100,11 @@ class Goodput:
         """
         if bucket not in self._ns:
             raise UsageError(f"there is no bucket {bucket!r}; the buckets are {', '.join(BUCKETS)}.")
-        self._check_open()
+        if not self._is_open:
+            raise self._closed_error()
         with self._lock:
             self._charge()
-            self._current = self._as_charged(bucket)
+            self._current = "recovery" if self._is_restart and bucket == "set-up" else bucket
 
     def move(self, source: Bucket, target: Bucket, ns: int) -> None:
         """Move time from the bucket that was charged to the bucket where the time belongs.
@@ -118,7 +119,8 @@ class Goodput:
         Raises:
             UsageError: the ledger is closed.
         """
-        self._check_open()
+        if not self._is_open:
+            raise self._closed_error()
         with self._lock:
             self._moves[source, target] = self._moves.get((source, target), 0) + max(0, ns)
 
@@ -182,12 +184,8 @@ class Goodput:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _check_open(self) -> None:
-        if not self._is_open:
-            raise UsageError(f"the ledger {self._file.path} is closed, or belongs to the process that forked this one.")
-
-    def _as_charged(self, bucket: Bucket) -> Bucket:
-        return "recovery" if self._is_restart and bucket == "set-up" else bucket
+    def _closed_error(self) -> UsageError:
+        return UsageError(f"the ledger {self._file.path} is closed, or belongs to the process that forked this one.")
 
     def _charge(self) -> None:
         now_ns = self._clock()
@@ -203,7 +201,8 @@ class Goodput:
             self._moves[source, target] = owed_ns - moved
 
     def _note(self, kind: str, step: int) -> None:
-        self._check_open()
+        if not self._is_open:
+            raise self._closed_error()
         self._write({"kind": kind, "step": step})
 
     def _write(self, event: dict[str, Any] | None = None) -> None:

@@ -142,7 +142,6 @@ class Meter(StepMeter):
         self._forward_traffic = {}
         self._note_traffic(0, model)
         self._watches = []
-        self._leaves = lambda: None  # leaves of the trained model, which its watch holds
         self._add_others(others)
         self.ceiling = ceiling
         self.memory_bytes_per_s = memory_bytes_per_s or bandwidth_of(self.device)
@@ -203,8 +202,6 @@ class Meter(StepMeter):
         """
         step = self._ended_step(skipped, extra, self.num_warmup_steps)
         self._left_out += [self.num_steps] if step.left_out else []
-        self._energy.step(left_out=step.left_out)
-        self._tell_watchers(lambda watcher: watcher.took(step))
         self._pending.add_up()
         return self.log() if self.num_steps % self.log_every == 0 else None
 
@@ -218,9 +215,9 @@ class Meter(StepMeter):
         """
         if self._ranks is None:
             return None
-        self._begin("logging")
+        self._tell_watchers("begin", "logging")
         window = self._tell(self._of_all(self._ranks))
-        self._end("logging")
+        self._tell_watchers("end", "logging")
         return window
 
     def _of_all(self, all_ranks: HostAllGather) -> Window | None:
@@ -241,9 +238,7 @@ class Meter(StepMeter):
 
     def _take(self) -> tuple[int, Sums]:
         self._left_out = []
-        sums = self._pending.take()
-        self._energy.add_to(sums)
-        return self._largest_memory(), sums
+        return self._with_readings(self._pending.take())
 
     def _tell(self, window: Window | None) -> Window | None:
         if window is None:

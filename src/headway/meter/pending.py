@@ -12,9 +12,8 @@ from headway.meter.batches import workload_of
 from headway.meter.clock import Mark, Span
 from headway.meter.goodput import Goodput
 from headway.meter.memory_traffic import ForwardTraffic, Traffic
-from headway.meter.phases import StepPhases
 from headway.meter.step_clock import StepTime
-from headway.meter.step_phases import REST, PhaseTimes
+from headway.meter.step_phases import REST
 from headway.meter.tally import AWAY_FOR, NS, WHOLE, Sums, add_count, add_quantities, added, left_out
 
 _MOST = 128  # steps, or batches, after which they are added up without waiting for a log that may never come
@@ -133,41 +132,34 @@ class PendingSteps:
         self._elsewhere = elsewhere
         self._goodput = goodput
         self._updates = [0, 0]  # steps since FLOPs were last counted, and how many of them skipped theirs
-        self._steps: deque[PendingStep] = deque()
+        self.steps: deque[PendingStep] = deque()
         self._keeps_steps, self._on_error = keeps_steps, on_error
         self._added_up: dict[int, Sums] = {}  # by the step's number
         self._work: defaultdict[Billing, list[Workload | Generation]] = defaultdict(list)
         self._sums = Sums()
 
-    def __len__(self) -> int:
-        return len(self._steps)
-
-    def add(self, step: PendingStep) -> None:
-        """Note a step down."""
-        self._steps.append(step)
-
     def add_up(self) -> None:
         """Add up the steps that the device has passed, if there are many: a log that takes them may never come."""
-        if len(self._steps) < _MOST:
+        if len(self.steps) < _MOST:
             return
         if not self._keeps_steps:
             self._collect()
             return
         for step in self._passed():
             self._take_in(step, counted=not step.left_out)
-            self._added_up[step.number] = self._take_sums()
+            self._added_up[step.number] = self._counted()
 
     def leave_out(self, numbers: Iterable[int]) -> None:
         """Leave steps out that have not been taken yet."""
         chosen = set(numbers)
-        for step in self._steps:
+        for step in self.steps:
             step.left_out = step.left_out or step.number in chosen
         self._added_up.update({n: left_out(sums) for n, sums in self._added_up.items() if n in chosen})
 
     def take(self) -> Sums:
         """Return the sums of the steps that the device has passed, with left-out steps aside, and start over."""
         self._collect()
-        sums = added([self._take_sums(), *self._added_up.values()])
+        sums = added([self._counted(), *self._added_up.values()])
         self._added_up.clear()
         return sums
 
@@ -176,25 +168,20 @@ class PendingSteps:
         sums_of_steps = []
         for step in self._passed():
             self._take_in(step, counted=True)
-            sums = self._take_sums()
+            sums = self._counted()
             sums[WHOLE, "num_left_out"] = int(step.left_out)
             sums_of_steps.append(sums)
         return sums_of_steps
 
-    def _take_sums(self) -> Sums:
-        self._count()
-        sums, self._sums = self._sums, Sums()
-        return sums
-
     def _passed(self) -> Iterator[PendingStep]:
-        while self._steps and self._steps[0].time.end.has_passed():
-            yield self._steps.popleft()
+        while self.steps and self.steps[0].time.end.has_passed():
+            yield self.steps.popleft()
 
     def _collect(self) -> None:
         for step in self._passed():
             self._take_in(step, counted=not step.left_out)
             if sum(map(len, self._work.values())) >= _MOST:
-                self._count()
+                self._sums = self._counted()
 
     def _take_in(self, step: PendingStep, *, counted: bool) -> None:
         sums = self._sums
@@ -218,7 +205,9 @@ class PendingSteps:
         # batches whose tokens another rank counts are empty here
         scored: dict[str, Counter[int]] = defaultdict(Counter)  # tokens of frozen models, by phase and model
         for batch, billed in step.batches:
-            work = self._work_of(batch, billed)
+            work = batch
+            if billed.elsewhere or not isinstance(batch, Workload):
+                work = self._work_of(batch, billed)
             self._work[billed].append(work)
             sums[WHOLE, "num_batches"] += billed.trains and billed.counts_tokens
             if billed.model and billed.forward_only and isinstance(work, Workload):
@@ -231,9 +220,7 @@ class PendingSteps:
             sums[WHOLE, "busy_ns"] += round(busy_s * NS)
         sums[WHOLE, "collection_ns"] += round(time.collection_s * NS)
         sums[WHOLE, "profiled"] += step.profiled
-        if time.phases is not None:
-            self._take_phases(time.phases)
-        self._take_phase_times(time.phase_times, wall_ns)
+        self._take_phases(time, wall_ns)
         for phase, tokens in scored.items():
             sums[phase, "scored_tokens"] += max(tokens.values())
         sums[WHOLE, "num_steps"] += 1
@@ -255,71 +242,72 @@ class PendingSteps:
             self._on_error(error)
             return Workload()
 
-    def _take_phases(self, phases: StepPhases) -> None:
-        sums = self._sums
+    def _take_phases(self, time: StepTime, wall_ns: int) -> None:
+        """Add the times of the phases that the loop names, of the rest, and of a sampled step's own phases."""
+        sums, phases, rest_ns = self._sums, time.phases, wall_ns
+        for name, span in time.phase_times.spans:
+            span_ns = round(span.seconds * NS)
+            sums[name, "wall_ns"] += span_ns
+            rest_ns -= span_ns
+        sums[REST, "wall_ns"] += max(0, rest_ns)
+        for name, busy_s in time.phase_times.busy_s.items():
+            sums[name, "devices_ns"] += round(busy_s * NS)
+        if phases is None:
+            return
         sums[WHOLE, "num_sampled"] += 1
         for phase, seconds in phases.seconds().items():
             sums[WHOLE, f"{phase}_phase_ns"] += round(seconds * NS)
-        lead_s = phases.lead_s()
-        if lead_s is not None:  # at least 1 ns, since 0 is a CPU's
-            sums[WHOLE, "lead_ns"] += max(1, round(lead_s * NS))
-            sums[WHOLE, "host_ns"] += round(phases.launching_s() * NS)
+        if (lead := phases.lead()) is not None:  # at least 1 ns, since 0 is a CPU's
+            sums[WHOLE, "lead_ns"] += max(1, round(lead[0] * NS))
+            sums[WHOLE, "host_ns"] += round(lead[1] * NS)
 
-    def _take_phase_times(self, times: PhaseTimes, wall_ns: int) -> None:
-        """Add the time of a step's named phases, and the rest of the step."""
-        rest_ns = wall_ns
-        for name, span in times.spans:
-            span_ns = round(span.seconds * NS)
-            self._sums[name, "wall_ns"] += span_ns
-            rest_ns -= span_ns
-        self._sums[REST, "wall_ns"] += max(0, rest_ns)
-        for name, busy_s in times.busy_s.items():
-            self._sums[name, "devices_ns"] += round(busy_s * NS)
-
-    def _count(self) -> None:
+    def _counted(self) -> Sums:
+        """Count the work that waits, and give the sums so far; new ones begin."""
+        sums, self._sums = self._sums, Sums()
         for billed, work in self._work.items():
             workloads = [item.workload if isinstance(item, Generation) else item for item in work]
             workload = Workload.total(workloads)
             count = billed.count(workload, self._cost_models)
             # FLOPs of the ranks' own devices; tokens that the model learns from
-            if billed.phase not in self._elsewhere:
-                add_count(self._sums, WHOLE, count)
-                self._sums[WHOLE, "busy_flops"] += count.forward if billed.is_timed and billed.own else 0
-            if billed.trains and billed.counts_tokens:
-                add_quantities(self._sums, WHOLE, workload)
+            is_here, trains = billed.phase not in self._elsewhere, billed.trains and billed.counts_tokens
+            if is_here and billed.is_timed and billed.own:
+                sums[WHOLE, "busy_flops"] += count.forward
+            if trains:
                 silent = sum(1 for item in workloads if item.tokens and not item.knows_supervised)
-                self._sums[WHOLE, "num_without_labels"] += silent
+                sums[WHOLE, "num_without_labels"] += silent
             # all that a phase computes
-            add_count(self._sums, billed.phase, count)
+            add_count(sums, (WHOLE, billed.phase) if is_here else (billed.phase,), count)
             if not billed.counts_tokens:
                 continue
-            add_quantities(self._sums, billed.phase, workload)
+            add_quantities(sums, (WHOLE, billed.phase) if trains else (billed.phase,), workload)
             for item in work:
                 if isinstance(item, Generation):
                     for name, number in item.quantities().items():
-                        self._sums[billed.phase, name] += number
-        self._count_bytes()
+                        sums[billed.phase, name] += number
+        if self._traffic is not None or self._forwards:
+            self._count_bytes(sums)
         self._work.clear()
         self._updates = [0, 0]
+        return sums
 
-    def _count_bytes(self) -> None:
+    def _count_bytes(self, sums: Sums) -> None:
         """Add the bytes that each phase moved, as far as they are known, and all of them where training's are."""
         moved: dict[str, int] = {}
         trains = {billed.phase for billed in self._work if billed.trains}
         for billed, work in self._work.items():
             if not billed.trains and (forwards := self._forwards.get(billed.model)) is not None:
                 moved[billed.phase] = moved.get(billed.phase, 0) + _moved_forward(forwards, work)
-                self._sums[billed.phase, "weight_bytes"] += sum(
+                sums[billed.phase, "weight_bytes"] += sum(
                     forwards.weights_of_generation(item) for item in work if isinstance(item, Generation)
                 )
         if self._traffic is not None and self._updates[0]:
             phase = trains.pop() if len(trains) == 1 else REST  # an update's bytes are those of all phases that train
             moved[phase] = moved.get(phase, 0) + self._moved_in_training(self._traffic)
-            self._sums[WHOLE, "bytes_moved"] += sum(
+            sums[WHOLE, "bytes_moved"] += sum(
                 num_bytes for name, num_bytes in moved.items() if name not in self._elsewhere
             )
         for name, num_bytes in moved.items():
-            self._sums[name, "bytes_moved"] += num_bytes
+            sums[name, "bytes_moved"] += num_bytes
 
     def _moved_in_training(self, traffic: Traffic) -> int:
         trained = [

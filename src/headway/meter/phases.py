@@ -16,10 +16,11 @@ all optimizers of torch. A gap between two of them gets its name from the one th
 are long, and every few of short ones.
 """
 
+import functools
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -51,26 +52,24 @@ class StepPhases(NamedTuple):
 
     def seconds(self) -> dict[str, float]:
         """Time of each phase by the device's clock, once it has passed the step [s]."""
-        return _sums((name, span.seconds) for name, span in self.spans)
+        sums: dict[str, float] = {}
+        for name, span in self.spans:
+            sums[name] = sums.get(name, 0.0) + span.seconds
+        return sums
 
-    def lead_s(self) -> float | None:
-        """The most that the host was ahead of the device at a border, by both clocks since they were even [s]."""
+    def lead(self) -> tuple[float, float] | None:
+        """The most that the host was ahead of the device at a border, and the host's time of launching; None on a CPU.
+
+        Returns:
+            The lead by both clocks since they were even [s], and the time in which the host gave the device work [s].
+        """
         even = self.even
         if even is None:
             return None
         ends = [span.end for _, span in self.spans]
-        return max(end.seconds_since(even) - (end.host_s - even.host_s) for end in ends)
-
-    def launching_s(self) -> float:
-        """Time in which the host gave the device its work [s]."""
-        return sum(span.end.host_s - span.begin.host_s for name, span in self.spans if name in LAUNCHING)
-
-
-def _sums(parts: Iterable[tuple[str, float]]) -> dict[str, float]:
-    sums: dict[str, float] = {}
-    for name, seconds in parts:
-        sums[name] = sums.get(name, 0.0) + seconds
-    return sums
+        lead_s = max(end.seconds_since(even) - (end.host_s - even.host_s) for end in ends)
+        launching = [span for name, span in self.spans if name in LAUNCHING]
+        return lead_s, sum(span.end.host_s - span.begin.host_s for span in launching)
 
 
 class PhaseTimer:
@@ -101,10 +100,11 @@ class PhaseTimer:
         self._border = ""  # the phase that lasts, or that has ended last
         self._lasts = False
         self._depth = 0  # number of optimizers in each other
-        self._is_away = False
+        self._is_away = self._is_parted = False  # parted: a part of the present gap has no name yet
         self._num_backwards = 0
-        self._seen_optimizer: Callable[[], Any] = lambda: None
+        self._seen_optimizer: weakref.ref[Any] | None = None
         self._forwards = forwards
+        self._on_gradient = _Hook(self, PhaseTimer.backward_begins)
         self._handles: list[Any] = []
         with boundary.guard(_PRODUCT):
             self._hook()
@@ -122,11 +122,10 @@ class PhaseTimer:
     def _hook(self) -> None:
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-        self._forwards.on_begin, self._forwards.on_end = self.before_forward, self.after_forward
+        self._forwards.on_begin, self._forwards.on_end = functools.partial(self.begin, "forward"), self.after_forward
         self._handles = [
-            # Hooks hold the timer weakly, since they stand in a table of the whole process.
-            register_optimizer_step_pre_hook(_BeforeUpdate(self)),
-            register_optimizer_step_post_hook(_AfterUpdate(self)),
+            register_optimizer_step_pre_hook(_Hook(self, PhaseTimer.before_update)),
+            register_optimizer_step_post_hook(_Hook(self, PhaseTimer.after_update)),
         ]
 
     def close(self) -> None:
@@ -136,30 +135,29 @@ class PhaseTimer:
         self._handles, self._is_sampled = [], False
         self._forwards.on_begin = self._forwards.on_end = None
 
-    def begin_step(self, number: int, mark: Mark, last_s: float) -> None:
-        """Decide whether the step that begins is sampled.
+    def next_step(self, number: int, mark: Mark, last_s: float) -> StepPhases | None:
+        """Give the phases of the step that ends, and decide whether the step that begins is sampled.
 
         Args:
-            number: of the step, from 1.
-            mark: its begin.
-            last_s: how long the host took for the one before [s].
-        """
-        self._is_sampled = bool(self._handles) and (last_s >= _LONG_S or number % _EVERY == 1)
-        self._spans, self._since = [], mark
-        if number == 1 and self._has_queue:  # the meter has waited for the device
-            self._even = mark
-        self._border, self._lasts, self._depth, self._num_backwards = "after", False, 0, 0
+            number: of the step that begins, from 1.
+            mark: between the two.
+            last_s: how long the host took for the one that ends [s].
 
-    def end_step(self, mark: Mark) -> StepPhases | None:
-        """Give the phases of the step that ends; None if it was not sampled, or had no backward."""
+        Returns:
+            None if the step was not sampled, or had no backward.
+        """
         if self._is_away:
             self.back(mark)
         if self._lasts:
             self.end(self._border, mark)
         self._close_gap("after", mark)
-        if not self._is_sampled or not self._num_backwards:
-            return None
-        return StepPhases(self._spans, self._even)
+        phases = StepPhases(self._spans, self._even) if self._is_sampled and self._num_backwards else None
+        self._is_sampled = bool(self._handles) and (last_s >= _LONG_S or number % _EVERY == 1)
+        self._spans, self._since = [], mark
+        if number == 1 and self._has_queue:  # the meter has waited for the device
+            self._even = mark
+        self._border, self._lasts, self._depth, self._num_backwards = "after", False, 0, 0
+        return phases
 
     def begin(self, phase: str, mark: Mark | None = None) -> None:
         """Note that a phase begins, and with it ends the gap before; nothing if another phase lasts."""
@@ -167,8 +165,9 @@ class PhaseTimer:
             self.end("exchange", mark)
         if self._lasts or self._is_away:
             return
-        is_behind_update = self._border in ("after", "optimizer")
-        self._close_gap(_gap_before(phase, is_behind_update=is_behind_update), mark)
+        # data after an update is the next step's, other data a further batch
+        usual = "after" if self._border in ("after", "optimizer") else "input"
+        self._close_gap(_GAP_BEFORE.get(phase, usual), mark)
         self._border, self._lasts = phase, True
         self._num_backwards += phase == "backward"
 
@@ -197,8 +196,9 @@ class PhaseTimer:
         if not self._is_sampled:
             return
         self._note(name, mark)
-        # the part before an absence is of the same gap
-        self._spans = [(phase or name, span) for phase, span in self._spans]
+        if self._is_parted:  # the part before an absence is of the same gap
+            self._spans = [(phase or name, span) for phase, span in self._spans]
+            self._is_parted = False
 
     def _note(self, name: str, mark: Mark | None) -> None:
         """Add the time since the last border to a phase."""
@@ -207,6 +207,7 @@ class PhaseTimer:
         mark = self._mark() if mark is None else mark
         if self._since is not None:
             self._spans.append((name, Span(self._since, mark)))
+            self._is_parted = self._is_parted or not name
         self._since = mark
 
     @contextmanager
@@ -224,10 +225,6 @@ class PhaseTimer:
         _of_wrappers[wrapper] = self
         self._handles.append(wrapper.register_forward_pre_hook(_before_exchange, prepend=True))
 
-    def before_forward(self, mark: Mark) -> None:
-        """Note that a forward of the model begins."""
-        self.begin("forward", mark)
-
     def after_forward(self, mark: Mark, results: Any) -> None:
         """Note that a forward ends, and watch for its backward."""
         if not self._lasts or self._border != "forward":
@@ -238,49 +235,46 @@ class PhaseTimer:
                 self._watch_for_backward(results)
 
     def _watch_for_backward(self, results: Any) -> None:
-        hook = _BackwardBegins(self)
         for result in _with_gradient(results):
-            result.register_hook(hook)
+            result.register_hook(self._on_gradient)
 
-    def backward_begins(self) -> None:
+    def backward_begins(self, _gradient: Any) -> None:
         """Note that gradients begin to flow; called by autograd, which calls back once they have all arrived."""
         if not self._is_sampled or self._lasts or self._is_away:
             return
         self.begin("backward")
         from torch.autograd import Variable
 
-        engine = Variable._execution_engine
+        call_back = Variable._execution_engine.queue_callback
         # behind what others, such as sharded modules, have called back at the end of this pass
-        engine.queue_callback(lambda: engine.queue_callback(lambda: self.end("backward")))
+        call_back(functools.partial(call_back, functools.partial(self.end, "backward")))
 
-    def before_update(self, optimizer: Any) -> None:
+    def before_update(self, optimizer: Any, _args: Any, _options: Any) -> None:
         """Note that an optimizer begins to update, and how it does."""
         self._depth += 1
         if self._depth > 1:
             return
         self.begin("optimizer")
-        if self._seen_optimizer() is not optimizer:
+        if self._seen_optimizer is None or self._seen_optimizer() is not optimizer:
             self._seen_optimizer = weakref.ref(optimizer)
             with self._boundary.guard(_PRODUCT):
                 self.optimizer = update_of(optimizer)
 
-    def after_update(self) -> None:
+    def after_update(self, _optimizer: Any, _args: Any, _options: Any) -> None:
         """Note that an optimizer has launched its update."""
         self._depth = max(0, self._depth - 1)
         if not self._depth:
             self.end("optimizer")
 
 
-def _gap_before(phase: str, *, is_behind_update: bool) -> str:
-    """Name a gap by the phase behind it: data after an update is the next step's, other data a further batch."""
-    names = {
-        "forward": "input",
-        "exchange": "input",
-        "inference": "input",
-        "backward": "loss",
-        "optimizer": "gradients",
-    }
-    return names.get(phase, "after" if is_behind_update else "input")
+_GAP_BEFORE = {
+    "forward": "input",
+    "exchange": "input",
+    "inference": "input",
+    "backward": "loss",
+    "optimizer": "gradients",
+}
+"""Name of a gap by the phase behind it; before data it depends on what stands before."""
 
 
 def _with_gradient(results: Any, depth: int = 0) -> list[Any]:
@@ -333,39 +327,17 @@ def data_parallel_around(model: "nn.Module") -> "list[nn.Module]":
     return [item for item in gc.get_referrers(kind) if type(item) is kind and item.module is model]
 
 
-class _Weak:
-    """A hook that holds its timer weakly."""
+class _Hook:
+    """A hook that holds its timer weakly: it stands at a tensor, or in a table of the whole process."""
 
     __torch_unserializable__ = True  # a tensor with it may be written
 
-    def __init__(self, timer: PhaseTimer) -> None:
-        self._timer = weakref.ref(timer)
+    def __init__(self, timer: PhaseTimer, method: Callable[..., None]) -> None:
+        self._timer, self._method = weakref.ref(timer), method
 
+    def __call__(self, *args: Any) -> None:
+        import torch
 
-class _BackwardBegins(_Weak):
-    """The hook of a result's gradient."""
-
-    def __call__(self, _gradient: Any) -> None:
-        if (timer := self._timer()) is not None:
+        if not torch.compiler.is_compiling() and (timer := self._timer()) is not None:
             with timer._boundary.guard(_PRODUCT):
-                timer.backward_begins()
-
-
-class _BeforeUpdate(_Weak):
-    """The hook before an optimizer's step."""
-
-    def __call__(self, optimizer: Any, _args: Any, _options: Any) -> None:
-        import torch
-
-        if not torch.compiler.is_compiling() and (timer := self._timer()) is not None:
-            timer.before_update(optimizer)
-
-
-class _AfterUpdate(_Weak):
-    """The hook after an optimizer's step."""
-
-    def __call__(self, _optimizer: Any, _args: Any, _options: Any) -> None:
-        import torch
-
-        if not torch.compiler.is_compiling() and (timer := self._timer()) is not None:
-            timer.after_update()
+                self._method(timer, *args)

@@ -15,15 +15,14 @@ class RunMeter(Meter):
 
     _arrived: Sequence[list[tuple[int, Sums]]] = ()  # steps of each rank that not all ranks have passed yet
     _num_merged = 0
+    _records_left_out = True
 
     def _opens(self) -> bool:
         return False
 
     def step(self, *, skipped: bool = False, **extra: float) -> None:
         """End an optimizer step; arguments as of `Meter.step`."""
-        step = self._ended_step(skipped, extra, num_warmup_steps=0)
-        self._energy.step(left_out=False)
-        self._tell_watchers(lambda watcher: watcher.took(step))
+        self._ended_step(skipped, extra, num_warmup_steps=0)
 
     def finished(self) -> list[tuple[int, Sums]]:
         """Take the steps that this rank's device has passed since the last call, for the other ranks.
@@ -31,9 +30,7 @@ class RunMeter(Meter):
         Nothing is waited for.
         """
         steps = self._pending.take_each()
-        if steps:
-            self._energy.add_to(steps[-1])
-        memory = self._largest_memory() if steps else 0
+        memory = self._with_readings(steps[-1])[0] if steps else 0
         return [(memory, sums) for sums in steps]
 
     def merge(self, every: Sequence[list[tuple[int, Sums]]]) -> list[Window]:

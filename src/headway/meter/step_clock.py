@@ -94,7 +94,7 @@ class StepClock:
         self.boundary = ErrorBoundary()
         self.watchers: list[LoopWatcher] = []
         self._clock = clock or meter_clock.now_s
-        self._energy = WindowEnergy(None, self.boundary)
+        self._energy: WindowEnergy | None = None  # None without a GPU
         self._phases: PhaseTimer | None = None
         self._forwards: ForwardTimer | None = None  # None where there is no module
         self.peak: Peak
@@ -112,14 +112,15 @@ class StepClock:
     def start(self) -> None:
         """Start the clock, once the device has finished its earlier work."""
         self.has_started = True
-        self._energy = WindowEnergy(self.device, self.boundary)
+        if self.device is not None and self.device.type == "cuda":
+            self._energy = WindowEnergy(self.device, self.boundary)
         self._mark().wait()
         self._last = self._mark()
         self._charge("step")
         self._compilation.watch()
         self._collections.start()
         if self._phases is not None:
-            self._phases.begin_step(1, self._last, 0.0)
+            self._phases.next_step(1, self._last, 0.0)
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Iterate over a loader, noting how long the loop waits for each batch."""
@@ -137,14 +138,15 @@ class StepClock:
 
     def await_data(self) -> None:
         """Note that the loop waits for data from now on, until `got_data`; `batches` does so by itself."""
-        self.start()
+        if not self.has_started:
+            self.start()
         self.back()
         self.got_data()
         self._waits_since = self._mark()
         if self._phases is not None:
             self._phases.begin("data", self._waits_since)
         self._charge("data wait")
-        self._begin("data_wait")
+        self._tell_watchers("begin", "data_wait")
 
     def got_data(self) -> None:
         """Note that the loop has its batch; without an `await_data` before, nothing happens."""
@@ -156,13 +158,11 @@ class StepClock:
         if self._phases is not None:
             self._phases.end("data", end)
         self._charge("step")
-        self._end("data_wait")
+        self._tell_watchers("end", "data_wait")
 
-    @contextmanager
-    def exchanging(self) -> Iterator[None]:
+    def exchanging(self) -> AbstractContextManager[None]:
         """Note that ranks wait for each other within a block, so that it is no rank's own time."""
-        with nullcontext() if self._phases is None else self._phases.within_gap("exchange"):
-            yield
+        return nullcontext() if self._phases is None else self._phases.within_gap("exchange")
 
     def leave(self, bucket: Bucket = "evaluation") -> None:
         """Leave the time from now until `back` out of the steps' time, as no training. Waits for the device.
@@ -179,10 +179,11 @@ class StepClock:
         if self._phases is not None:
             self._phases.leave(mark)
         self._left_s, self._left_for = self._clock(), bucket
-        self._energy.leave()
+        if self._energy is not None:
+            self._energy.leave()
         self._charge(bucket)
         if bucket in _PHASES:
-            self._begin(bucket)
+            self._tell_watchers("begin", bucket)
 
     def back(self) -> None:
         """Go on with training, once the device has finished the work in between; without a `leave`, nothing happens."""
@@ -196,9 +197,10 @@ class StepClock:
         bucket = str(self._left_for)
         self._away_for_s[bucket] = self._away_for_s.get(bucket, 0.0) + self._clock() - self._left_s
         if bucket in _PHASES:
-            self._end(bucket)
+            self._tell_watchers("end", bucket)
         self._left_s = self._left_for = None
-        self._energy.back()
+        if self._energy is not None:
+            self._energy.back()
         self._charge("step")
 
     @property
@@ -259,11 +261,11 @@ class StepClock:
         phase = NamedPhase(name, forward_only, devices)
         self._phase_clock.enter(phase)
         self._pause(phase)
-        self._tell_watchers(lambda watcher: watcher.enter(name))
+        self._tell_watchers("enter", name)
         try:
             yield phase
         finally:
-            self._tell_watchers(lambda watcher: watcher.leave())
+            self._tell_watchers("leave")
             self._phase_clock.leave()
             self._resume(phase)
 
@@ -277,7 +279,7 @@ class StepClock:
             self._phases.begin("inference")
 
     def _resume(self, phase: NamedPhase) -> None:
-        outer = self._phase_clock.current
+        outer = self.current_phase
         if not phase.forward_only or (outer is not None and outer.forward_only):
             return
         if self._forwards is not None:
@@ -322,27 +324,19 @@ class StepClock:
         self.got_data()
         self.back()
         end = self._mark()  # a clock that has stepped back, as some virtual machines' do, makes a step of no time
-        self._compilation.watch()
-        phases = None if self._phases is None else self._phases.end_step(end)
+        last_s = end.host_s - self._last.host_s
         time = StepTime(
             end,
-            self._away_s,
+            sum(self._away_for_s.values()),
             self._away_for_s,
             self._waits,
             self._phase_clock.take(end),
-            phases,
+            None if self._phases is None else self._phases.next_step(num_steps + 2, end, last_s),
             self._collections.take(),
             self._compilation.happened(),
         )
-        if self._phases is not None:
-            self._phases.begin_step(num_steps + 2, end, end.host_s - self._last.host_s)
         self._waits, self._away_for_s, self._last = [], {}, end
         return time
-
-    @property
-    def _away_s(self) -> float:
-        """Time since the last step that was not training [s]."""
-        return sum(self._away_for_s.values())
 
     def _finish(self) -> None:
         """Wait for the device, and charge the time since the last step as idle."""
@@ -352,8 +346,9 @@ class StepClock:
         end.wait()
         if self.goodput is not None:
             waited_s = sum(wait.end.host_s - wait.begin.host_s for wait in self._waits)
+            away_s = sum(self._away_for_s.values())
             self.goodput.move("data wait", "step", round(waited_s * NS))
-            self.goodput.move("step", "idle", round((end.seconds_since(self._last) - self._away_s) * NS))
+            self.goodput.move("step", "idle", round((end.seconds_since(self._last) - away_s) * NS))
 
     def _stop(self) -> None:
         self._compilation.let_go()
@@ -362,18 +357,12 @@ class StepClock:
             self._phases.close()
         self._charge("idle")
 
-    def _begin(self, phase: str) -> None:
-        self._tell_watchers(lambda watcher: watcher.begin(phase))
-
-    def _end(self, phase: str) -> None:
-        self._tell_watchers(lambda watcher: watcher.end(phase))
-
-    def _tell_watchers(self, event: Callable[[LoopWatcher], None]) -> None:
-        """Tell all watchers something; a watcher that fails hears so, and nothing more."""
+    def _tell_watchers(self, event: str, *args: Any) -> None:
+        """Call a method of all watchers; a watcher that fails hears so, and nothing more."""
         for watcher in tuple(self.watchers):
             watches = False
             with self.boundary.guard(watcher.product):
-                event(watcher)
+                getattr(watcher, event)(*args)
                 watches = True
             if not watches:
                 self.watchers.remove(watcher)
@@ -381,7 +370,7 @@ class StepClock:
                     watcher.give_up()
 
     def _mark(self) -> Mark:
-        return meter_clock.mark(self.device, self._clock())
+        return meter_clock.Mark(self.device, self._clock())
 
     def _charge(self, bucket: Bucket) -> None:
         if self.goodput is not None:

@@ -1,5 +1,6 @@
 """Work of every meter of a loop: it knows the model's costs, and keeps each step until the device has passed it."""
 
+import sys
 import warnings
 import weakref
 from abc import ABC, abstractmethod
@@ -13,18 +14,14 @@ from headway.errors import HeadwayError, UsageError
 from headway.meter import pauses
 from headway.meter.batch_share import BatchShare
 from headway.meter.batches import input_gradients_of, read_or_copy
-from headway.meter.environment import (
-    anomaly_mode,
-    largest_memory,
-    recompute_of,
-)
+from headway.meter.environment import largest_memory, recompute_of
 from headway.meter.leaves import Leaves
 from headway.meter.memory_traffic import ForwardTraffic
 from headway.meter.pending import Billing, PendingStep, PendingSteps, as_they_ran
 from headway.meter.phases import data_parallel_around
 from headway.meter.step_clock import LoopWatcher, StepClock
 from headway.meter.step_phases import REST, NamedPhase
-from headway.meter.tally import Tally
+from headway.meter.tally import WHOLE, Sums, Tally
 from headway.meter.watch import ForwardWatch, in_components_of, ledger_of
 from headway.meter.window import Window
 
@@ -53,6 +50,7 @@ class StepMeter(StepClock, ABC):
     on_failure: Callable[[Exception], None] | None = None
     second_backward = ""
     _counts_tokens = True
+    _records_left_out = False  # whether steps that compiled something have windows of their own
     _has_own_ledger: bool  # whether the loop gave the cost model
     _reads_recompute: bool  # whether it is read off the model
     _watch: bool | None
@@ -61,7 +59,7 @@ class StepMeter(StepClock, ABC):
     _traffic: Any
     _forward_traffic: dict[int, ForwardTraffic]
     _watches: list[ForwardWatch]
-    _leaves: Callable[[], Leaves | None]  # leaves of the trained model, which its watch holds
+    _leaves: "weakref.ref[Leaves] | None" = None  # leaves of the trained model, which its watch holds
     _batches: list[tuple[Any, Billing]]
     _warned: set[str]  # texts of warnings, or what they are about
     _settings: dict[str, Any]
@@ -149,7 +147,7 @@ class StepMeter(StepClock, ABC):
     @property
     def leaves(self) -> Leaves:
         """Parameters of the trained model, which is a module."""
-        leaves = self._leaves()
+        leaves = None if self._leaves is None else self._leaves()
         if leaves is None:
             leaves = Leaves(self.model)
             self._leaves = weakref.ref(leaves)
@@ -169,7 +167,7 @@ class StepMeter(StepClock, ABC):
             return
         leaves.step = self.num_steps
         signature, checkpointed = leaves.signature(), leaves.checkpointed
-        if leaves is not self._leaves():
+        if self._leaves is None or leaves is not self._leaves():
             return
         if self._reads_recompute and checkpointed != self._checkpointed:
             self._checkpointed, self.recompute = checkpointed, recompute_of(self.model)
@@ -228,7 +226,8 @@ class StepMeter(StepClock, ABC):
                 loop["optimizer"] = self._phases.optimizer or None
             if self._places is not None:
                 loop["places"] = self._places.take(max(1, window.num_steps), window.wall_s)
-            loop["anomaly_mode"] = anomaly_mode()
+            torch = sys.modules.get("torch")
+            loop["anomaly_mode"] = None if torch is None else bool(torch.is_anomaly_enabled())
         return replace(window, loop=loop)
 
     def _opens(self) -> bool:
@@ -259,13 +258,16 @@ class StepMeter(StepClock, ABC):
             UsageError: the cost model is not one of `others`.
             WorkloadError: the batch does not say what it computes, or the cost model what an input's gradient costs.
         """
-        phase = self.current_phase
-        self.start()
-        if (leaves := self._leaves()) is not None:
+        phase = self._phase_clock.current
+        if not self.has_started or self._run is not None:
+            self.start()
+        leaves = None if self._leaves is None else self._leaves()
+        if leaves is not None:
             self.follow(leaves)
         forward_only = forward_only or isinstance(batch, Generation) or (phase is not None and phase.forward_only)
-        ledger = self.cost_model if cost_model is None else cost_model
-        self._place_of(ledger)
+        ledger = self.cost_model
+        if cost_model is not None:
+            ledger = self.models[self._place_of(cost_model)]
         if input_gradients is None:
             input_gradients = () if isinstance(batch, Workload | Generation) else input_gradients_of(batch)
         gradients = () if forward_only else tuple(input_gradients)
@@ -274,7 +276,7 @@ class StepMeter(StepClock, ABC):
             trained = leaves.mask(ledger, leaves.trained)
         if gradients:
             ledger.with_input_gradients(gradients)  # refuses those that it does not know
-        work = read_or_copy(batch, ledger)
+        work = batch if isinstance(batch, Workload) else read_or_copy(batch, ledger)
         self.bill(work, phase, ledger, forward_only=forward_only, input_gradients=gradients, trained=trained)
 
     def bill(
@@ -289,7 +291,8 @@ class StepMeter(StepClock, ABC):
         **ran: Any,
     ) -> None:
         """Add a forward to the step, as `read_or_copy` left it, perhaps after its phase; `ran` is for its `Billing`."""
-        self.start()
+        if not self.has_started or self._run is not None:
+            self.start()
         which = self._place_of(cost_model)
         forward_only = forward_only or (phase is not None and phase.forward_only)
         if trained is not None and not forward_only:
@@ -348,8 +351,12 @@ class StepMeter(StepClock, ABC):
         left_out = time.compiled or self.num_steps <= num_warmup_steps
         forwards = [] if self._forwards is None else self._forwards.take()
         step = PendingStep(self.num_steps, time, forwards, skipped, left_out, self._batches, extra)
-        self._pending.add(step)
+        self._pending.steps.append(step)
         self._batches = []
+        if self._energy is not None:
+            self._energy.step(left_out=left_out and not self._records_left_out)
+        if self.watchers:
+            self._tell_watchers("took", step)
         return step
 
     def _warn_of_no_batch(self) -> None:
@@ -363,16 +370,21 @@ class StepMeter(StepClock, ABC):
         text = f"step {self.num_steps} ends without a batch and counts as one without work: {advice}"
         self._warn_once(text, UserWarning, about="batches")
 
-    def _largest_memory(self) -> int:
-        largest = 0  # 0 if it is unknown
-        with self.boundary.guard("The peak of this rank's memory"):
-            largest = largest_memory(self.device)
-        return largest  # noqa: RET504 - a reading that fails leaves it as it was
-
     @property
     def _step(self) -> int:
         """Number of the last step that the device is known to have passed."""
-        return self.steps_before + self.num_steps - len(self._pending)
+        return self.steps_before + self.num_steps - len(self._pending.steps)
+
+    def _with_readings(self, sums: Sums) -> tuple[int, Sums]:
+        """Add the energy of steps to their sums; returns the largest memory so far as well [bytes], 0 if unknown."""
+        if self._energy is None:
+            sums[WHOLE, "num_without_energy"] += 1
+        else:
+            self._energy.add_to(sums)
+        largest = 0
+        with self.boundary.guard("The peak of this rank's memory"):
+            largest = largest_memory(self.device)
+        return largest, sums
 
     @abstractmethod
     def _last_window(self) -> None:
@@ -386,7 +398,7 @@ class StepMeter(StepClock, ABC):
         if self._run is not None:
             return self._run
         self._finish()
-        self._tell_watchers(lambda watcher: watcher.stop())
+        self._tell_watchers("stop")
         self._last_window()
         self._let_go()
         run = self._tally.run(self._step, self._pending.extra)

@@ -54,15 +54,11 @@ class PhaseClock:
 
     mark: Callable[[], Mark]
     devices: dict[str, PhaseDevices] = field(default_factory=dict)  # phases that have devices of their own
+    current: NamedPhase | None = None  # the phase that lasts, the innermost of several
     _stack: list[NamedPhase] = field(default_factory=list)
     _since: Mark | None = None  # since when the innermost phase lasts; None while it is interrupted
     _spans: list[tuple[str, Span]] = field(default_factory=list)
     _busy_s: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def current(self) -> NamedPhase | None:
-        """The phase that lasts, the innermost of several."""
-        return self._stack[-1] if self._stack else None
 
     def enter(self, phase: NamedPhase) -> None:
         """Begin a phase.
@@ -80,29 +76,30 @@ class PhaseClock:
             self.devices[phase.name] = phase.devices
         self.interrupt(mark := self.mark())
         self._stack.append(phase)
-        self._since = mark
+        self.current, self._since = phase, mark
 
     def leave(self) -> None:
         """End the innermost phase; the one around it goes on."""
         self.interrupt(mark := self.mark())
         phase = self._stack.pop()
+        self.current = self._stack[-1] if self._stack else None
         if phase.busy_s is not None:
             self._busy_s[phase.name] = self._busy_s.get(phase.name, 0.0) + phase.busy_s
         self.resume(mark)
 
     def interrupt(self, mark: Mark) -> None:
         """Note that time until `resume` is in no phase, since the loop is away from training."""
-        if self._stack and self._since is not None:
-            self._spans.append((self._stack[-1].name, Span(self._since, mark)))
+        if self.current is not None and self._since is not None:
+            self._spans.append((self.current.name, Span(self._since, mark)))
         self._since = None
 
     def resume(self, mark: Mark) -> None:
         """Go on with the innermost phase, if there is one."""
-        self._since = mark if self._stack else None
+        self._since = None if self.current is None else mark
 
     def take(self, end: Mark) -> PhaseTimes:
         """Give the times of a step that ends; a phase that lasts goes on in the next one."""
-        if self._stack:
+        if self.current is not None:
             self.interrupt(end)
             self.resume(end)
         times = PhaseTimes(self._spans, self._busy_s)

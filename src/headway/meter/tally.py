@@ -28,22 +28,26 @@ Those of all ranks are the sums of theirs. Quantities are `tokens`, `num_steps`,
 """
 
 
-def add_count(sums: Sums, phase: str, count: FlopCount) -> None:
-    """Add counted FLOPs to the FLOPs of a phase."""
+def add_count(sums: Sums, phases: Iterable[str], count: FlopCount) -> None:
+    """Add counted FLOPs to the FLOPs of some phases."""
     for row in count.rows:
         for name in _PASSES:
             if number := getattr(row, name):
-                sums[phase, row.name, row.driver, name] += number
+                for phase in phases:
+                    sums[phase, row.name, row.driver, name] += number
 
 
-def add_quantities(sums: Sums, phase: str, workload: Workload) -> None:
-    """Add the tokens, images and other quantities of a workload to the quantities of a phase."""
-    sums[phase, "tokens"] += workload.tokens
-    sums[phase, "slots"] += workload.slots
-    sums[phase, "segments"] += workload.num_segments
-    sums[phase, "supervised"] += workload.supervised if workload.knows_supervised else 0
-    if workload.media:  # most have none
-        for name, number in modalities.totals(workload.media).items():
+def add_quantities(sums: Sums, phases: Iterable[str], workload: Workload) -> None:
+    """Add the tokens, images and other quantities of a workload to the quantities of some phases."""
+    quantities = {
+        "tokens": workload.tokens,
+        "slots": workload.slots,
+        "segments": workload.num_segments,
+        "supervised": workload.supervised if workload.knows_supervised else 0,
+        **(modalities.totals(workload.media) if workload.media else {}),  # most have none
+    }
+    for phase in phases:
+        for name, number in quantities.items():
             sums[phase, name] += number
 
 

@@ -197,10 +197,10 @@ def track(
     weights = [p for model in models for p in model.parameters()]
     dtype = dtype or dtype_label(next((p.dtype for p in weights if p.is_floating_point()), torch.float16), device)
     peak = Peak(spec.name, 1e12 * float(spec.peak_tflops(dtype)), dtype, "spec", "override")
-    result, begin = UtilizationResult(), clock.mark(device)
+    result, begin = UtilizationResult(), clock.Mark(device)
     if not models:
         yield result
-        (end := clock.mark(device)).wait()
+        (end := clock.Mark(device)).wait()
         again = 0 if hfu_flop_count is None else round(hfu_flop_count) - round(flop_count)
         count = FlopCount((FlopRow("stated", "blocks", round(flop_count), recompute=again),), "stated")
         use = Window(
