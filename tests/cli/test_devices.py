@@ -21,6 +21,8 @@ KEYS = {
     "devices_per_node",
     "link_source",
     "link_read_on",
+    "assumed_links",
+    "host_bytes_per_s",
     "source",
     "read_on",
     "disagreements",

@@ -1,8 +1,11 @@
 """Times of collectives against the formulas that NCCL and its tests document, written out."""
 
+from dataclasses import replace
+
 import pytest
 
 from headway.devices import named_device
+from headway.devices.table import shipped_devices
 from headway.errors import PlanError
 from headway.predict.collectives import REACHED, Link, Links, RankGroup, bus_bytes_per_s, collective_s
 
@@ -64,13 +67,23 @@ def test_links_come_from_the_table_or_are_given():
     links = Links.of_device(named_device("H100"))
     assert (links.inside.bytes_per_s, links.between.bytes_per_s, links.per_node) == (450 * GB, 50 * GB, 8)
     given = Links.of_device(named_device("A40"), link_bytes_per_s=56e9, per_node=2)
-    assert (given.inside.bytes_per_s, given.between, given.per_node) == (56e9, None, 2)
+    assert (given.inside.bytes_per_s, given.between.bytes_per_s, given.per_node) == (56e9, 12.5e9 / 8, 2)
     assert "given" in given.source
-    assert Links.of_device(named_device("A40")) is None
+
+
+@pytest.mark.parametrize("device", shipped_devices(), ids=lambda device: device.key)
+def test_no_device_of_the_table_exchanges_for_nothing(device):
+    links = Links.of_device(device)
+    for nodes in (1, 2):  # 1 GB among all devices of a node, and of two
+        size = max(2, nodes * links.per_node)
+        group = RankGroup.of(size, 1, links)
+        rate = bus_bytes_per_s(group, links)
+        assert rate <= 900 * GB
+        assert collective_s("all-gather", 1e9, group, links).best > 1e9 / 2 / rate
 
 
 def test_a_network_that_nobody_knows_is_refused():
-    links = Links.of_device(named_device("V100"))
+    links = replace(Links.of_device(named_device("V100")), between=None)
     links.require(8)
     with pytest.raises(PlanError, match=r"16 devices are 2 nodes of 8.*V100.*network, in GB/s.*network_gb_per_s"):
         links.require(16)

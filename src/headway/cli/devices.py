@@ -82,6 +82,8 @@ def _record(device: "Device") -> dict[str, Any]:
         "devices_per_node": device.devices_per_node,
         "link_source": device.link_source,
         "link_read_on": None if device.link_read_on is None else device.link_read_on.isoformat(),
+        "assumed_links": device.assumed_links,
+        "host_bytes_per_s": device.host_bytes_per_s,
         "source": device.source,
         "read_on": device.read_on.isoformat(),
         "disagreements": list(device.disagreements),
@@ -138,13 +140,16 @@ def _text(device: "Device") -> str:
         pairs.append(("board power", f"{device.board_power_w:g} W"))
     if device.num_sms is not None:
         pairs.append(("multiprocessors", str(device.num_sms)))
-    if device.link_bytes_per_s is not None:
+    # Rates to other devices and to the host; a device that is alone in its node has no link inside of it.
+    if device.devices_per_node is not None and device.devices_per_node > 1:
         nodes = f"to the {device.devices_per_node:,} devices of its node, one way"
         pairs.append(("link", f"{_optional(device.link_bytes_per_s, 1e9)} GB/s {nodes}"))
-    if device.network_bytes_per_s is not None:
-        pairs.append(("network", f"{_optional(device.network_bytes_per_s, 1e9)} GB/s to other nodes, one way"))
+    pairs.append(("network", f"{_optional(device.network_bytes_per_s, 1e9)} GB/s to other nodes, one way"))
+    pairs.append(("host", f"{_optional(device.host_bytes_per_s, 1e9)} GB/s to its host's memory, one way"))
     if device.link_source is not None:
         pairs += _wrapped("links from", device.link_source)
+    if device.assumed_links is not None:
+        pairs += _wrapped("links taken", f"{device.assumed_links}, for no source has them")
     # Sources of the figures, and sources that disagree.
     pairs += _wrapped("source", device.source)
     pairs.append(("read on", device.read_on.isoformat()))

@@ -19,6 +19,9 @@ DTYPES = ("bf16", "fp16", "fp8", "fp4", "tf32", "fp32", "int8")
 _SHIPPED = "shipped"
 _NUMBERS = ("memory_gb", "memory_gb_per_s", "board_power_w")
 _LINK_NUMBERS = ("link_gb_per_s", "network_gb_per_s")
+# Taken where nobody prints a device's links, since no exchange is free: PCI Express 4.0 x16, one way, between eight
+# devices and to the host, and 100 Gb/s of Ethernet for a node, which AWS G5 has for eight A10G.
+_PCIE_GB_PER_S, _PER_NODE, _HOST_GB_PER_S, _ETHERNET_GB_PER_S = 31.5, 8, 32.0, 12.5
 _RATES = ("products", "attention")
 _KEYS = (
     "names",
@@ -62,6 +65,7 @@ class Device:
     devices_per_node: int | None  # devices that such links join
     link_source: str | None  # source of the numbers of links
     link_read_on: date | None  # date on which that source was read
+    assumed_links: str | None  # links that no source has, and what is taken for them
     host_bytes_per_s: float | None  # rate to its host's memory, one way [byte/s]
     # share of the peak that matrix products reach in training: at best, as expected, at worst
     product_shares: tuple[float, float, float] | None
@@ -162,8 +166,8 @@ def _parse_device(key: str, entry: Any, file: str, origin: str) -> Device:
 
     # GB is 10**9 bytes, as vendors print it
     memory_gb, memory_gb_per_s, board_power_w = (_number(entry, name, where) for name in _NUMBERS)
-    link_gb_per_s, network_gb_per_s = _links(entry, where)
-    host_gb_per_s = _number(entry, "host_gb_per_s", where)
+    link_gb_per_s, network_gb_per_s, per_node, assumed_links = _links(entry, where)
+    host_gb_per_s = _number(entry, "host_gb_per_s", where) or _HOST_GB_PER_S
     product_shares, attention_shares = _shares(entry, where)
     return Device(
         key=key,
@@ -176,12 +180,13 @@ def _parse_device(key: str, entry: Any, file: str, origin: str) -> Device:
         memory_bytes=None if memory_gb is None else round(memory_gb * 1e9),
         memory_bytes_per_s=None if memory_gb_per_s is None else memory_gb_per_s * 1e9,
         board_power_w=board_power_w,
-        link_bytes_per_s=None if link_gb_per_s is None else link_gb_per_s * 1e9,
-        network_bytes_per_s=None if network_gb_per_s is None else network_gb_per_s * 1e9,
-        devices_per_node=_count(entry, "devices_per_node", "devices", where),
+        link_bytes_per_s=link_gb_per_s * 1e9,
+        network_bytes_per_s=network_gb_per_s * 1e9,
+        devices_per_node=per_node,
         link_source=entry.get("link_source"),
         link_read_on=entry.get("link_read_on"),
-        host_bytes_per_s=None if host_gb_per_s is None else host_gb_per_s * 1e9,
+        assumed_links=assumed_links,
+        host_bytes_per_s=host_gb_per_s * 1e9,
         product_shares=product_shares,
         attention_shares=attention_shares,
         rates_source=entry.get("rates_source"),
@@ -192,9 +197,14 @@ def _parse_device(key: str, entry: Any, file: str, origin: str) -> Device:
     )
 
 
-def _links(entry: Mapping[str, Any], where: str) -> tuple[float | None, float | None]:
-    """Read links' bandwidths [10**9 byte/s], which need a source of their own: datasheets of peaks rarely have them."""
-    bandwidths = [_number(entry, name, where) for name in _LINK_NUMBERS]
+def _links(entry: Mapping[str, Any], where: str) -> tuple[float, float, int, str | None]:
+    """Read links' bandwidths [10**9 byte/s], which need a source of their own: datasheets of peaks rarely have them.
+
+    Returns:
+        Link, network, devices of a node, and what of the three is not stated and taken instead.
+    """
+    link, network = (_number(entry, name, where) for name in _LINK_NUMBERS)
+    per_node = _count(entry, "devices_per_node", "devices", where) or _PER_NODE
     keys = [name for name in (*_LINK_NUMBERS, "devices_per_node", "link_source", "link_read_on") if name in entry]
     if keys:
         missing = [name for name in ("devices_per_node", "link_source", "link_read_on") if name not in entry]
@@ -203,7 +213,14 @@ def _links(entry: Mapping[str, Any], where: str) -> tuple[float | None, float | 
         if not isinstance(entry["link_source"], str) or not entry["link_source"].strip():
             raise ConfigError(f"{where}: link_source = {entry['link_source']!r} is no text. Say where the links stand.")
         _check_date(entry, "link_read_on", where)
-    return bandwidths[0], bandwidths[1]
+    assumed = []
+    if link is None:
+        link = _PCIE_GB_PER_S
+        assumed.append(f"{link:g} GB/s of PCI Express 4.0 x16 to the {per_node} devices of a node")
+    if network is None:
+        network = _ETHERNET_GB_PER_S / per_node
+        assumed.append(f"100 Gb/s of Ethernet for a node, which is {network:.3g} GB/s for a device")
+    return link, network, per_node, " and ".join(assumed) or None
 
 
 def _shares(entry: Mapping[str, Any], where: str) -> tuple[tuple[float, float, float] | None, dict[str, float]]:
