@@ -10,7 +10,8 @@ from headway.cli.app import app
 from headway.cli.parse import _numeric
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "qwen2.5-7b-text-81920.yaml"
-COMMANDS = typer.main.get_command(app).commands
+GROUP = typer.main.get_command(app)
+COMMANDS = {name: GROUP.get_command(None, name) for name in GROUP.list_commands(None)}
 OPTIONS = [
     (name, option, kind)
     for name, command in COMMANDS.items()
