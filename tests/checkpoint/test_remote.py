@@ -1,11 +1,8 @@
 """A run that lives behind a URL: its checkpoints, records and exports are in the store, and it goes on from there."""
 
-import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -22,7 +19,7 @@ from headway.log.run_files import run_copy
 from headway.models.load import load_model
 from headway.train.check import check_run
 from headway.train.run import train
-from helpers.processes import PYTHONPATH, TRAIN
+from helpers.processes import TRAIN, run_processes, start_processes
 from helpers.runs import IS_LONG, read_metrics
 
 KILLS = 10 if IS_LONG else 2
@@ -140,23 +137,21 @@ def test_a_run_on_an_object_store_survives_kills_and_lost_disks(raw, bucket, tmp
     raw["optim"]["steps"] = 24
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(raw))
     command = [*TRAIN, str(tmp_path / "run.yaml"), "--resume-if-any"]
-    paths = os.pathsep.join([PYTHONPATH, *sys.path])
-    environment = os.environ | {"PYTHONPATH": paths}
     chance = random.Random(0)
     for _ in range(KILLS):
         metrics, enough = stores.spool(Path(url)) / "metrics.jsonl", chance.randint(4, 8)
-        with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE) as process:
-            since, deadline_s = None, time.monotonic() + 300
-            while since is None or metrics.read_text().count('"kind": "step"') < since + enough:
-                assert process.poll() is None, process.stderr.read()
-                assert time.monotonic() < deadline_s
-                if since is None and metrics.is_file():
-                    since = metrics.read_text().count('"kind": "step"')
-                time.sleep(0.01)
-            process.send_signal(signal.SIGKILL)
-        assert process.returncode == -signal.SIGKILL
+        (process,) = start_processes(command, 1, tmp_path)
+        since, deadline_s = None, time.monotonic() + 120
+        while since is None or metrics.read_text().count('"kind": "step"') < since + enough:
+            assert process.poll() is None, process.err.read_text()
+            assert time.monotonic() < deadline_s
+            if since is None and metrics.is_file():
+                since = metrics.read_text().count('"kind": "step"')
+            time.sleep(0.01)
+        process.kill()
+        assert process.wait() == -signal.SIGKILL
         forget(tmp_path)
-    subprocess.run(command, env=environment, check=True)
+    run_processes(command, 1)
     forget(tmp_path)
     checked = check_run(run_copy(Path(url)))
     assert checked.faults == ()

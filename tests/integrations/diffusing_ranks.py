@@ -1,4 +1,4 @@
-"""Run under torchrun: steps of diffusion on ranks whose pictures have other sizes; rank 0 writes what they cost.
+"""Run on each rank: steps of diffusion on ranks whose pictures have other sizes; rank 0 writes what they cost.
 
 torchrun --nproc-per-node 3 tests/integrations/diffusing_ranks.py FILE
 """

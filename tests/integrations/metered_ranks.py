@@ -1,4 +1,4 @@
-"""Run under torchrun: the same step on several ranks through each way of sharing it out; rank 0 writes what it cost.
+"""Run on each rank: the same step on several ranks through each way of sharing it out; rank 0 writes what it cost.
 
 torchrun --nproc-per-node 2 tests/integrations/metered_ranks.py FILE
 """

@@ -1,4 +1,4 @@
-"""Run under torchrun: a step on ranks of which pairs share each batch; rank 0 writes what the meter counted.
+"""Run on each rank: a step on ranks of which pairs share each batch; rank 0 writes what the meter counted.
 
 torchrun --nproc-per-node 4 tests/integrations/shared_ranks.py FILE
 """

@@ -9,7 +9,6 @@ The nine behaviours are those that Megatron-Bridge's pull request 3839 lists for
 9. a pack of 32 samples has 1/32 of the attention of one long sample.
 """
 
-import subprocess
 import sys
 
 import pytest
@@ -23,7 +22,7 @@ from headway.errors import UsageError, WorkloadError
 from headway.integrations import FlopsAccumulator
 from headway.meter import Meter
 from helpers.device import Clock
-from helpers.processes import free_port
+from helpers.processes import free_port, run_processes
 
 PEAK = Peak("test device", 1e30, "fp32", "made up for a test")
 # FLOPs of forward and both gradients: 18 per token, 12 per causal pair, 30 per patch, 6 per pair of patches of a frame
@@ -277,7 +276,7 @@ def test_mistakes_of_the_loop_are_named():
 # two pipelines of two stages: ranks 0 and 1 are the first stages of two data-parallel replicas, 2 and 3 the last ones,
 # which have tokens too, as in Megatron
 LOOP = """
-import sys
+import os, sys
 from pathlib import Path
 import torch, torch.distributed as dist
 from headway.count import models
@@ -285,9 +284,9 @@ from headway.devices import Peak
 from headway.integrations import FlopsAccumulator
 from headway.meter import Meter
 
-rank, world, port, path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
-dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
-meter = Meter(models.load(Path(path)), peak=Peak("test", 1e12, "fp32", "test"), log_every=2)
+rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+dist.init_process_group("gloo")
+meter = Meter(models.load(Path(sys.argv[1])), peak=Peak("test", 1e12, "fp32", "test"), log_every=2)
 replicas = max(world // 2, 1)
 accumulator = FlopsAccumulator(meter, billed=rank < replicas)
 packs = [[3, 7], [10], [1, 9], [5, 5]]
@@ -307,18 +306,10 @@ def test_ranks_are_summed_and_stages_of_one_pipeline_bill_once(tmp_path, world):
     path, script = tmp_path / "model.json", tmp_path / "loop.py"
     models.save_cost_model(COST_MODEL, path)
     script.write_text(LOOP)
-    port = free_port()
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(rank), str(world), str(port), str(path)],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    outputs = [process.communicate(timeout=300)[0] for process in processes]
+    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ended = run_processes([sys.executable, script, path], world, env=place if world == 1 else None)
     total = 2 * flops(40, causal(3, 7, 10, 1, 9, 5, 5))
-    assert outputs == [f"{world} 80 {total} {world * 1e12}\n"] * world
+    assert [rank.stdout for rank in ended] == [f"{world} 80 {total} {world * 1e12}\n"] * world
 
 
 @pytest.mark.gpu

@@ -1,8 +1,6 @@
 """Processes over gloo: what they compute together is, to the FLOP, what one computes alone."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,7 +8,7 @@ import pytest
 
 from headway import Workload, trace
 from helpers.loops import LENGTHS, tiny
-from helpers.processes import PYTHONPATH
+from helpers.processes import run_processes
 
 WAYS = ["ddp", "fsdp2", "fsdp1", "accelerate", "transformers_trainer", "lightning_trainer"]
 WAYS_TO_SHARE = ["pairs_in_a_row", "pairs_apart", "without_names", "with_fsdp", "said"]
@@ -21,11 +19,8 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 def run_ranks(script, number, folder):
     path = folder / "windows.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(number)]
-    environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "CUDA_VISIBLE_DEVICES": ""}
-    command += [str(Path(__file__).with_name(script)), str(path)]
-    result = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr
+    command = [sys.executable, Path(__file__).with_name(script), path]
+    run_processes(command, number, env={"CUDA_VISIBLE_DEVICES": ""})
     return json.loads(path.read_text(encoding="utf-8"))
 
 

@@ -16,7 +16,7 @@ import pytest
 from headway.explain.budget import NeededWork
 from headway.explain.trace import read_trace
 from headway.explain.waterfall import explain
-from helpers.processes import free_port
+from helpers.processes import free_port, running
 
 BLOCK = 2 * (4 * 32 * 32 + 3 * 32 * 256)  # per token: q, k, v, o; gate, up, down
 HEAD = 2 * 32 * 64  # per token
@@ -33,11 +33,9 @@ def titan():
     """The process that has imported torchtitan, and forks for each run."""
     path = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, str(Path(__file__).with_name("titan_process.py"))]
-    with subprocess.Popen(
-        command, env={**os.environ, "PYTHONPATH": path}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with running(command, env={**os.environ, "PYTHONPATH": path}, text=True, **pipes) as process:
         yield process
-        process.stdin.close()
 
 
 @pytest.fixture

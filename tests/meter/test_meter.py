@@ -1,7 +1,6 @@
 """The meter in real loops, on a clock that the test moves where time matters."""
 
 import gc
-import subprocess
 import sys
 import textwrap
 import warnings
@@ -22,7 +21,7 @@ from headway.meter.model_traffic import traffic_of
 from headway.tracing import trace
 from helpers.device import COST_MODEL, Clock
 from helpers.models import tiny_model
-from helpers.processes import free_port
+from helpers.processes import run_processes
 from helpers.runs import read_metrics
 
 # one linear layer of 3 x 5: 30 FLOPs per token and phase, the forward run again under checkpointing
@@ -269,7 +268,7 @@ def test_an_mfu_above_one_is_warned_about_with_likely_causes():
 
 
 LOOP = """
-import sys, warnings
+import os, sys, warnings
 from pathlib import Path
 import torch.distributed as dist
 from headway.count import Workload, models
@@ -278,14 +277,14 @@ from headway.meter import Goodput, Meter
 from headway.log.jsonl import read_jsonl
 from headway.meter.model_traffic import traffic_of
 
-rank, port, path, fate, num_steps, log_every = int(sys.argv[1]), *sys.argv[2:5], int(sys.argv[5]), int(sys.argv[6])
-dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+path, fate, num_steps, log_every = *sys.argv[1:3], int(sys.argv[3]), int(sys.argv[4])
+dist.init_process_group("gloo")
+rank = dist.get_rank()
 peak = Peak("test", 1e9, "fp32", "test")
 meter = Meter(models.load(Path(path)), peak=peak, log_every=log_every, timeout_s=5 if fate == "dies" else 300)
 for step in range(num_steps):
     meter.count(Workload([10 * (rank + 1)]))
     if fate == "dies" and rank == 1 and step == 2:
-        import os
         os._exit(3)
     if fate == "compiles" and step == (1, num_steps - 1)[rank]:
         import torch
@@ -308,17 +307,8 @@ def run_two(tmp_path, fate, num_steps=4, log_every=2):
     models.save_cost_model(COST_MODEL, path)
     script = tmp_path / "loop.py"
     script.write_text(textwrap.dedent(LOOP))
-    port = free_port()
-    command = [sys.executable, str(script)]
-    processes = [
-        subprocess.Popen(
-            [*command, str(rank), str(port), str(path), fate, str(num_steps), str(log_every)],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    return [process.communicate(timeout=300)[0] for process in processes], [process.returncode for process in processes]
+    ended = run_processes([sys.executable, script, path, fate, num_steps, log_every], 2, check=False)
+    return [rank.stdout for rank in ended], [rank.returncode for rank in ended]
 
 
 @pytest.mark.dist

@@ -1,7 +1,5 @@
 """Sharding changes no logical FLOPs, and the shares of the ranks add up."""
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,7 +11,7 @@ from headway.count import Workload, load_cost_model, models
 from headway.errors import UsageError
 from headway.tracing import trace
 from helpers.counter import build
-from helpers.processes import PYTHONPATH
+from helpers.processes import run_processes
 
 SCRIPT = Path(__file__).with_name("sharded_models.py")
 VISION = load_cost_model("qwen2.5-vl-7b")
@@ -27,11 +25,7 @@ steps = st.builds(Workload, st.lists(st.integers(1, 3000), min_size=1, max_size=
 @pytest.mark.slow
 @pytest.mark.long
 def test_every_rank_of_every_layout_traces_the_plain_models_ledger(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    shared = {**os.environ, "PYTHONPATH": PYTHONPATH}
-    command += [str(SCRIPT), str(tmp_path)]
-    result = subprocess.run(command, check=False, env=shared, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr
+    run_processes([sys.executable, SCRIPT, tmp_path], 2)
     traced = {path.stem: models.load(path) for path in tmp_path.glob("*.json")}
     assert len(traced) >= 2 * 10
     for name, cost in traced.items():

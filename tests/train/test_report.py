@@ -1,11 +1,7 @@
 """Reports of real runs: what was done to them on purpose is what they say."""
 
 import copy
-import os
 import re
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -18,6 +14,7 @@ from headway.pages.comparison import compared_markdown, compared_page
 from headway.pages.run import read_run, report_page
 from headway.train.run import train
 from helpers.pages import Browser
+from helpers.processes import TRAIN, start_processes
 
 A4 = round((210 - 2 * 15) / 25.4 * 96)  # width of a page without its margins of 15 mm [pixels of CSS]
 
@@ -69,17 +66,12 @@ def test_a_killed_run_and_its_resumption_say_so(raw, tmp_path):
     raw["optim"]["steps"], raw["checkpoint"] = 400, {"every": 4, "export": "never"}
     path, folder = tmp_path / "run.yaml", Path(raw["run"]["folder"])
     path.write_text(yaml.safe_dump(raw))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "headway", "train", path],
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-    )  # fmt: skip
-    try:
-        limit_s = time.monotonic() + 120
-        while not [*folder.glob("checkpoints/step-*")] and time.monotonic() < limit_s:
-            time.sleep(0.05)
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    (process,) = start_processes([*TRAIN, path], 1, tmp_path)
+    limit_s = time.monotonic() + 120
+    while not [*folder.glob("checkpoints/step-*")] and time.monotonic() < limit_s:
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
     killed = report_page(read_run(folder))
     assert "Unfinished run" in killed
     step = max(int(one.name.removeprefix("step-")) for one in folder.glob("checkpoints/step-*"))
