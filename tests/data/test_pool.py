@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -129,19 +130,24 @@ def test_a_script_that_begins_its_work_where_it_is_imported_is_told_so(tmp_path,
     script = tmp_path / "my_script.py"
     script.write_text(f"""
 from math import sqrt
-from headway.data.encoders import open_encoder
-from headway.data.index import build_index
+from headway.data import pool as module
 from headway.data.pool import Job, Pool
-from headway.data.sources import open_source
+
+module.PRELOAD = ("headway.data.pool",)  # no transformers, which these tasks do not need
 
 def index():
+    from headway.data.encoders import open_encoder
+    from headway.data.index import build_index
+    from headway.data.sources import open_source
+
     build_index(open_source({str(tmp_path / "rows.jsonl")!r}), open_encoder({str(model)!r}), workers=2)
 
 pool = Pool(sqrt, workers=2, prefetch_bytes=2**20)
 {begins}
 """)
     environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "HEADWAY_CACHE": str(tmp_path / "cache")}
-    run = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False, env=environment)
+    command = [sys.executable, script]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=240)
     last = run.stderr.strip().splitlines()[-1]
     assert last.startswith("headway.errors.ConfigError: The data workers ended with exit code 65 as they began."), last
     assert f"Each imports {script} first" in last
@@ -203,12 +209,16 @@ if __name__ == "__main__":
 """
 
 
-def _run_trainer(notes, then):
+@contextmanager
+def _running_trainer(notes, then):
+    from helpers.processes import running  # here, as scripts of these tests import this file alone
+
     script = notes / "trainer.py"
     script.write_text(_TRAINER.format(folder=str(Path(__file__).parent), notes=str(notes), then=then))
-    trainer = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert trainer.stdout.readline() == "running\n"
-    return trainer
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with running([sys.executable, script], text=True, **pipes) as trainer:
+        assert trainer.stdout.readline() == "running\n"
+        yield trainer
 
 
 def _workers_gone(notes, within_s=120.0):
@@ -230,10 +240,10 @@ def _workers_gone(notes, within_s=120.0):
     ],
 )
 def test_workers_go_when_the_trainer_is_killed_or_interrupted(tmp_path, end_by):
-    trainer = _run_trainer(tmp_path, "import time; time.sleep(600)")
-    trainer.send_signal(end_by)
-    trainer.communicate(timeout=300)
-    assert _workers_gone(tmp_path)
+    with _running_trainer(tmp_path, "import time; time.sleep(600)") as trainer:
+        trainer.send_signal(end_by)
+        trainer.communicate(timeout=120)
+        assert _workers_gone(tmp_path)
 
 
 _INTERRUPTED = """
@@ -265,17 +275,17 @@ def test_ctrl_c_while_workers_start_neither_stops_them_nor_prints_anything(tmp_p
     script = tmp_path / "trainer.py"
     script.write_text(_INTERRUPTED.format(folder=str(Path(__file__).parent)))
     trainer = [sys.executable, str(script)]
-    done = subprocess.run(trainer, check=False, capture_output=True, text=True, start_new_session=True, timeout=300)
+    done = subprocess.run(trainer, check=False, capture_output=True, text=True, start_new_session=True, timeout=120)
     assert (done.stdout, done.returncode) == ("[0, 1, 4]\n", 0)
     assert "Traceback" not in done.stderr
 
 
 @pytest.mark.slow
 def test_workers_go_when_the_trainer_fails(tmp_path):
-    trainer = _run_trainer(tmp_path, "raise RuntimeError('the trainer failed')")
-    _, said = trainer.communicate(timeout=300)
-    assert "the trainer failed" in said
-    assert _workers_gone(tmp_path)
+    with _running_trainer(tmp_path, "raise RuntimeError('the trainer failed')") as trainer:
+        _, said = trainer.communicate(timeout=120)
+        assert "the trainer failed" in said
+        assert _workers_gone(tmp_path)
 
 
 def test_work_that_cannot_be_sent_is_told_at_once():

@@ -187,11 +187,12 @@ WAYS = {
     "sequence 2 x replicas": (4, {"parallel": {"sequence": 2, "replicate": 2, "shard": 1}}),
     "replicas x 2, recomputed": (2, {"parallel": {"replicate": 2, "shard": 1}, "speed": {"recompute": "full"}}),
 }
+JOINED = {"recomputed", "compiled", "sequence 2"}  # each is a part of another way, which stands for it in CI
 
 
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.long] * (way in JOINED)) for way in WAYS])
 def test_however_it_is_run_it_is_the_same_run(folder, tmp_path, plain_run, plain, way):
     processes, overrides = WAYS[way]
     raw = raw_config(folder, tmp_path / "run", processes=processes, **overrides)

@@ -35,7 +35,7 @@ def drawings(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("degree", [2, 3, 4])
 def test_packs_that_draw_have_the_losses_and_gradients_of_one_process(drawings, degree):
-    run_processes([sys.executable, Path(__file__).with_name("drawing_process.py"), drawings], degree, timeout_s=600)
+    run_processes([sys.executable, Path(__file__).with_name("drawing_process.py"), drawings], degree)
 
 
 @pytest.fixture
