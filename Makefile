@@ -31,8 +31,8 @@ test: $(SETUP)
 	HEADWAY_TEST_PROFILE=quick $(BIN)/python -m pytest -q --numprocesses=$(WORKERS) -m "not slow and not long"
 
 test-long: $(SETUP) $(TRANSFORMERS4)/.set-up
-	HEADWAY_TEST_PROFILE=long $(BIN)/python -m pytest -q --numprocesses=$(WORKERS) -m "slow or dist or long"
-	HEADWAY_TEST_PROFILE=long $(BIN)/python -m pytest -q --numprocesses=$(WORKERS) -m "not slow and not gpu and not dist"
+	HEADWAY_TEST_PROFILE=long $(BIN)/python -m pytest -q --timeout=3600 --numprocesses=$(WORKERS) -m "slow or dist or long"
+	HEADWAY_TEST_PROFILE=long $(BIN)/python -m pytest -q --timeout=3600 --numprocesses=$(WORKERS) -m "not slow and not gpu and not dist"
 
 # Beside .venv, whose other packages it uses: tests ask it in processes of its own whether it opens an export.
 $(TRANSFORMERS4)/.set-up: $(SETUP) constraints-transformers4.txt

@@ -1,11 +1,12 @@
 """What every test starts from: one thread per process, no network, no settings of the user's shell."""
 
+import faulthandler
 import gc
 import logging
 import os
 import signal
 import sys
-from pathlib import PurePath
+from collections import Counter
 from typing import NamedTuple
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: tests run side by side on few cores
@@ -28,6 +29,7 @@ from hypothesis import given, settings
 from hypothesis.strategies import none
 
 from helpers.pages import CHROMIUM
+from tools.again import kill_orphans
 
 # A slow machine is no failure, and the same examples everywhere make a failure reproducible.
 settings.register_profile("headway", deadline=None, derandomize=True, max_examples=30)
@@ -49,6 +51,14 @@ def _own_folder():
     os.environ.pop("PYTHONSAFEPATH", None)
     yield
     os.environ.pop("PYTHONSAFEPATH", None)
+
+
+@pytest.fixture(autouse=True)
+def _own_processes():
+    """Kill the ranks that a test has left running."""
+    yield
+    if processes := sys.modules.get("helpers.processes"):
+        processes.kill_forked()
 
 
 @pytest.fixture(autouse=True)
@@ -91,6 +101,38 @@ def headway(monkeypatch, capsys):
     return run
 
 
+STDERR = pytest.StashKey[int]()
+MOST_OF_LIMIT = 1.2
+"""Times its `timeout` that a test may take where not even that ends it, as in a call of C that never returns."""
+
+
+def pytest_configure(config):
+    config.stash[STDERR] = os.dup(2)  # as it is before a test's output is kept
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """Print every thread's stack and end the process if a test outlives its limit; its worker is replaced."""
+    limit_s = MOST_OF_LIMIT * float(item.config.getoption("timeout", None) or item.config.getini("timeout") or 0)
+    if limit_s:
+        faulthandler.dump_traceback_later(limit_s, exit=True, file=item.config.stash[STDERR])
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def pytest_exception_interact(node):
+    """Kill what processes of a failed test have left behind, such as ranks of a killed torchrun."""
+    kill_orphans(f"PYTEST_CURRENT_TEST={node.nodeid} (")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_handlecrashitem(crashitem):
+    """Kill what a test has left behind that ended its worker."""
+    kill_orphans(f"PYTEST_CURRENT_TEST={crashitem} (")
+
+
 @pytest.hookimpl(tryfirst=True)  # before fixtures of a module, which draw models too
 def pytest_runtest_setup():
     """Seed torch, so that weights and inputs that a test draws without a seed of its own are the same in every run."""
@@ -106,8 +148,13 @@ def pytest_collection_finish():
     gc.set_threshold(50_000, 20, 20)
 
 
-def pytest_collection_modifyitems(items):
-    """Skip what needs a CUDA device or a browser where there is none."""
+@pytest.hookimpl(trylast=True)  # once tests that are left out are gone
+def pytest_collection_modifyitems(config, items):
+    """Skip what needs a CUDA device or a browser where there is none; workers begin with the longest modules."""
+    if hasattr(config, "workerinput"):
+        slow = Counter(item.path for item in items if {"slow", "dist"} & {mark.name for mark in item.iter_markers()})
+        sizes = Counter(item.path for item in items)
+        items.sort(key=lambda item: (-slow[item.path], -sizes[item.path], item.path))
     for item in items:
         if item.get_closest_marker("browser") and not CHROMIUM:
             item.add_marker(pytest.mark.skip(reason="needs Chromium: apt-get install chromium"))
@@ -121,30 +168,40 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
-# Modules whose tests share what took long to run or read: xdist gives each to one worker, the largest first.
-SHARED_RUNS = {
-    "test_card.py",
-    "test_draw_demo.py",
-    "test_drawing.py",
-    "test_evaluate.py",
-    "test_house.py",
-    "test_laws_engine.py",
-    "test_laws_keep.py",
-    "test_ranks.py",
-    "test_resume.py",
-    "test_shard.py",
-    "test_site.py",
-}
-
-
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Spread tests over the workers one by one, but not those that share runs."""
-    from xdist.scheduler import LoadScopeScheduling
+    """Give each module to one worker: its tests share what took long to run or read."""
+    from xdist.scheduler import LoadFileScheduling
 
-    class Scheduling(LoadScopeScheduling):
-        def _split_scope(self, nodeid):
-            module = nodeid.partition("::")[0]
-            return module if PurePath(module).name in SHARED_RUNS else nodeid
+    config.option.loadscopereorder = False  # the order is that of `pytest_collection_modifyitems`
+
+    class Scheduling(LoadFileScheduling):
+        # xdist's own waits without end for a worker that took the place of a dead one: it hands it tests that are done.
+        def remove_node(self, node):
+            units = [
+                [name for name, is_done in unit.items() if not is_done] for unit in self.assigned_work[node].values()
+            ]
+            left = [name for unit in units for name in unit]
+            self.assigned_work[node] = {}
+            super().remove_node(node)
+            for name in left[1:]:
+                self.workqueue.setdefault(self._split_scope(name), {})[name] = False
+            for other in self.nodes if left else ():
+                self._reschedule(other)
+            return left[0] if left else None  # the test that ended the worker, and is not to end the next one
+
+        def schedule(self):
+            super().schedule()
+            for node in self.nodes:
+                self._reschedule(node)  # a worker begins a test once it has the one after it
 
     return Scheduling(config, log)
+
+
+def pytest_terminal_summary(terminalreporter, exitstatus, config):
+    """Name the tests that workers were at when the run was interrupted, one of which may hang."""
+    workers = config.pluginmanager.getplugin("dsession")
+    if exitstatus == pytest.ExitCode.INTERRUPTED and workers is not None:
+        for units in workers.sched.assigned_work.values():
+            for name in [name for unit in units.values() for name, is_done in unit.items() if not is_done][:1]:
+                terminalreporter.write_line(f"interrupted: {name}")

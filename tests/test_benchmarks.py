@@ -24,7 +24,7 @@ from headway.count import Workload
 from headway.count.models import load_cost_model
 from headway.devices import Peak
 from headway.tracing import trace
-from helpers.processes import bare_environment
+from helpers.processes import bare_environment, running
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 RECORDS = sorted((BENCHMARKS / "results").glob("*.json"))
@@ -245,12 +245,11 @@ def wait_until(is_so, timeout_s=600):
 @pytest.mark.slow
 def test_a_killed_case_and_a_killed_benchmark_keep_what_they_have(tmp_path):
     command = [sys.executable, str(BENCHMARKS / "engine_gpu.py"), *SMALL, "--only", "gpt2", "--steps", "1000000"]
-    started = subprocess.Popen([*command, "--out", str(tmp_path)], stdout=subprocess.DEVNULL)
 
     def row(name):
         return engine_record(tmp_path)["cases"].get(name, {}) if list(tmp_path.glob("*.json")) else {}
 
-    try:
+    with running([*command, "--out", tmp_path], stdout=subprocess.DEVNULL) as started:
         wait_until(lambda: row("gpt2 1 eager").get("steps"))
         (child,) = processes_of(started.pid)
         os.kill(child, signal.SIGKILL)
@@ -260,7 +259,6 @@ def test_a_killed_case_and_a_killed_benchmark_keep_what_they_have(tmp_path):
         assert killed["steps"] >= 1
         assert killed["mfu"] > 0
         (child,) = processes_of(started.pid)
-    finally:
         started.kill()
         started.wait()
     assert row("gpt2 1 sdpa")["status"] == "running"
@@ -430,12 +428,12 @@ def test_the_script_of_all_gpu_benchmarks_goes_on_where_it_was(tmp_path):
 @pytest.mark.slow
 def test_the_script_of_all_gpu_benchmarks_leaves_its_results_when_it_is_ended(tmp_path):
     command, env = gpu_all("--part", "1", "--out", tmp_path / "out", "--pieces", tmp_path / "pieces")
-    started = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=env, start_new_session=True)
-    wait_until((tmp_path / "out" / "smoke_text.log").exists)
-    started.terminate()
-    assert started.wait(60) == 143
-    assert (tmp_path / "pieces" / "gpu.tar.gz.00").stat().st_size > 0
-    wait_until(lambda: not session_of(started.pid))
+    with running(command, stdout=subprocess.DEVNULL, env=env) as started:
+        wait_until((tmp_path / "out" / "smoke_text.log").exists)
+        started.terminate()
+        assert started.wait(60) == 143
+        assert (tmp_path / "pieces" / "gpu.tar.gz.00").stat().st_size > 0
+        wait_until(lambda: not session_of(started.pid))
 
 
 def session_of(leader):

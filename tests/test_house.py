@@ -324,6 +324,18 @@ def test_no_helper_is_asked_for_what_it_keeps_to_itself():
     assert [names for _, names in asked if re.search(r"(?<!\w)_", names.partition("#")[0])] == []
 
 
+def test_a_program_that_a_test_talks_to_ends_with_the_test():
+    """`with subprocess.Popen` waits for the program where a test fails, with no limit: `helpers.processes.running`."""
+    started = {
+        path.relative_to(ROOT).as_posix()
+        for folder in ("tests", "plugins/headway-bagel/tests")
+        for path in (ROOT / folder).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and node.attr == "Popen"
+    }
+    assert started == {"tests/helpers/pages.py", "tests/helpers/processes.py"}
+
+
 @pytest.mark.parametrize("room", [room for room in ORDER if room not in (*BASE, "headway", "__main__")])
 def test_the_page_on_architecture_names_every_room(room):
     assert f"| `{room}/`" in (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")

@@ -15,7 +15,7 @@ import pytest
 from headway.cli.report_serve import REFRESH_S, LivePage
 from headway.pages.run import read_run, report_page
 from helpers.pages import Browser
-from helpers.processes import PYTHONPATH
+from helpers.processes import PYTHONPATH, running
 
 LIMIT_S = 60  # a test that waits so long has failed
 
@@ -43,21 +43,13 @@ def command(*arguments):
 @contextmanager
 def served(run):
     """A process that serves a run: itself and the port that its line names."""
-    process = subprocess.Popen(
-        command(run, "--serve", "--port", 0),
-        env={**os.environ, "PYTHONPATH": PYTHONPATH},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    serve = command(run, "--serve", "--port", 0)
+    with running(serve, env={**os.environ, "PYTHONPATH": PYTHONPATH}, text=True, **pipes) as process:
         line = process.stdout.readline()
         found = re.match(r"http://127\.0\.0\.1:(\d+)/ shows ", line)
         assert found, line or process.communicate(timeout=LIMIT_S)
         yield process, int(found[1])
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def ask(port, method="GET", path="/", host=None):

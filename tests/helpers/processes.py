@@ -12,10 +12,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
+from typing import Any
+
+import psutil
 
 
 def free_port() -> int:
@@ -31,6 +34,23 @@ ROOT = Path(__file__).parents[2]
 # of processes that tests start
 PYTHONPATH = os.pathsep.join(str(ROOT / folder) for folder in ("src", "plugins/headway-bagel/src", "tests"))
 TRAIN = (sys.executable, "-m", "headway", "train")
+
+
+@contextmanager
+def running(command: Sequence[object], **settings: Any) -> Iterator[subprocess.Popen[Any]]:
+    """A program that a test watches or talks to; it and what it started are killed where the block ends."""
+    words = [str(part) for part in command]
+    with subprocess.Popen(words, start_new_session=True, **settings) as process:
+        try:
+            yield process
+        finally:
+            # ranks of torchrun have sessions of their own
+            children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else ()
+            for child in children:
+                with suppress(psutil.NoSuchProcess):
+                    child.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 class Forked:
@@ -65,6 +85,16 @@ class Forked:
         os.kill(self.pid, number)
 
 
+def kill_forked() -> None:
+    """Kill the processes of `start_processes` that still run, as a failed test leaves them."""
+    while _STARTED:
+        process = _STARTED.pop()
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+_STARTED: list[Forked] = []
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(["headway.quiet", "headway.train.run", "headway.cli.app"])
 
@@ -127,6 +157,7 @@ def start_processes(
         for file in files:
             file.touch()
         started.append(Forked([str(part) for part in command], environment, *files, cwd or Path.cwd()))
+        _STARTED.append(started[-1])
     return started
 
 
@@ -136,7 +167,7 @@ def run_processes(
     *,
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
-    timeout_s: float = 600.0,
+    timeout_s: float = 240.0,
     check: bool = True,
 ) -> list[subprocess.CompletedProcess[str]]:
     """Run `count` processes of one group to their end; what each said and how it ended, by rank.
@@ -179,7 +210,7 @@ def run_processes(
     return ended
 
 
-_LIMIT_S = 300.0  # until a run comes to a moment [s]
+_LIMIT_S = 120.0  # until a run comes to a moment [s]
 
 
 def _stop(pid):

@@ -297,5 +297,5 @@ def scaled_down(recipe: Path, folder: Path, *settings: str, processes: int = 1) 
     always = ("optim.steps=3", "optim.warmup_steps=0", "speed.compile=false", "data.workers=0")
     options = [part for setting in (*always, *settings) for part in ("--set", setting)]
     command = [sys.executable, "-m", "headway", "train", str(recipe), "--scale-down", "--json", *options]
-    done = run_processes([*command, "--set", f"run.folder={folder}"], processes, timeout_s=420)
+    done = run_processes([*command, "--set", f"run.folder={folder}"], processes)
     return json.loads(done[0].stdout.splitlines()[-1])

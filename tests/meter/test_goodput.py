@@ -14,6 +14,7 @@ from headway.errors import ConfigError, LogError, UsageError
 from headway.log.jsonl import LineFile, read_jsonl
 from headway.meter.goodput import Goodput
 from headway.meter.goodput_report import BUCKETS, account, read_goodput
+from helpers.processes import running
 
 PROCESS = Path(__file__).parent / "goodput_process.py"
 NEVER_S = 1e6  # a heartbeat that a test does not wait for
@@ -411,7 +412,7 @@ def run(path, resume_from, num_steps, *, kill=False):
     """
     command = [sys.executable, PROCESS, path, str(resume_from), str(num_steps), "-4" if kill else "4"]
     said = {}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with running(command, stdout=subprocess.PIPE, text=True) as process:
         for line in process.stdout:
             word, value = line.split()
             said[word] = float(value)
@@ -420,6 +421,7 @@ def run(path, resume_from, num_steps, *, kill=False):
                     time.sleep(0.01)
                 process.send_signal(signal.SIGKILL)
                 break
+        process.wait()
     assert process.returncode == (-signal.SIGKILL if kill else 0)
     return said, step_ns_since_checkpoint(path)
 

@@ -1,9 +1,15 @@
 """Running failed tests again: what passes then is flaky, what fails twice fails, what never ran is no pass."""
 
+import os
 import re
+import shutil
+import subprocess
+import sys
 
+import psutil
 import pytest
 
+from helpers.processes import ROOT
 from tools.again import MOST_FLAKY, main
 
 FLAKY = """
@@ -66,3 +72,56 @@ def test_what_failed_is_run_once_more(files, status, flaky, twice, tmp_path, mon
     assert [line for line in lines if line.startswith("flaky: ")] == [f"flaky: test_{name}" for name in flaky]
     found = sorted(line for line in lines if line.startswith("failed twice: "))
     assert found == [f"failed twice: test_{name}" for name in twice]
+
+
+HANGS = """
+import pytest, signal, subprocess, sys, time
+
+def test_is_well():
+    pass
+
+def test_waits():
+    subprocess.run([sys.executable, "-c", CHILD])
+
+def test_hears_no_signal():
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
+    test_waits()
+
+def test_is_well_again():
+    pass
+
+CHILD = "import subprocess, sys; subprocess.run([sys.executable, '-c', GRANDCHILD])"
+CHILD = CHILD.replace("GRANDCHILD", repr("import time; open('BEGUN', 'a').write('begun '); time.sleep(600)"))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "timeout_s", "status", "closing", "begun"),
+    [
+        ([], 5, 1, "2 failed, 2 passed in", 4),
+        (["--minutes=0.3"], 600, 2, "1 passed in", 1),
+    ],
+)
+def test_no_test_that_hangs_costs_the_run(options, timeout_s, status, closing, begun, tmp_path):
+    """It fails at its own limit, and what it started ends too; a run ends at its limit and names what it was at."""
+    settings = f"timeout = {timeout_s}\naddopts = -p xdist.plugin -p pytest_timeout\npythonpath = {ROOT / 'tests'}"
+    (tmp_path / "pytest.ini").write_text(f"[pytest]\n{settings}\n")
+    shutil.copy(ROOT / "conftest.py", tmp_path)
+    (tmp_path / "test_it.py").write_text(HANGS.replace("BEGUN", str(tmp_path / "begun")))
+    environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"}
+    command = [sys.executable, "-m", "tools.again", "-q", "--numprocesses=1", *options]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=200
+    )
+    assert done.returncode == status, done.stdout + done.stderr
+    assert f"\n{closing} " in done.stdout
+    if status == 1:
+        twice = [line for line in done.stdout.splitlines() if line.startswith("failed twice: ")]
+        assert sorted(twice) == [f"failed twice: test_it.py::test_{name}" for name in ("hears_no_signal", "waits")]
+        assert "in test_hears_no_signal" in done.stderr  # the stack of the process that had to be ended
+    else:
+        assert "interrupted: test_it.py::test_waits" in done.stdout
+    assert (tmp_path / "begun").read_text().split() == ["begun"] * begun
+    commands = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
+    assert not [command for command in commands if str(tmp_path) in command]

@@ -1,12 +1,12 @@
 """Disturbing a command: its processes are stopped and go on, and what was stopped before stays so."""
 
 import signal
-import subprocess
 import sys
 
 import psutil
 import pytest
 
+from helpers.processes import running
 from tools.disturbed import _stop, main
 
 
@@ -22,7 +22,7 @@ def test_a_disturbed_command_goes_on_to_its_own_end(status, tmp_path, capsys):
 
 
 def test_a_process_that_somebody_else_stopped_is_left_alone():
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as program:
+    with running([sys.executable, "-c", "import time; time.sleep(600)"]) as program:
         process = psutil.Process(program.pid)
         assert _stop(process)
         while process.status() != psutil.STATUS_STOPPED:

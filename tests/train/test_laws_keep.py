@@ -8,9 +8,9 @@ import os
 import random
 import signal
 import socket
-import subprocess
 import sys
 import time
+from contextlib import ExitStack
 
 import pytest
 import yaml
@@ -22,7 +22,7 @@ from headway.models.parallel.ranks import Ranks
 from headway.train.check import check_run
 from headway.train.run import train
 from helpers.cases import IS_QUICK
-from helpers.processes import ROOT, TRAIN, free_port, run_processes, start_processes
+from helpers.processes import ROOT, TRAIN, free_port, run_processes, running, start_processes
 from helpers.runs import read_metrics
 
 STEPS, PACKS = 9 if IS_QUICK else 15, 4
@@ -107,11 +107,7 @@ class Started:
 
     def end(self):
         """How each ended; none may hang."""
-        try:
-            return [process.wait(timeout=600) for process in self.processes]
-        finally:
-            for process in self.processes:
-                process.kill()
+        return [process.wait(timeout=240) for process in self.processes]
 
     def texts(self):
         return [path.read_text() for path in self.said]
@@ -134,7 +130,7 @@ def test_a_killed_rank_ends_the_others_and_fewer_processes_go_on_with_the_same_l
         assert saved.step in range(kill_at - 5, kill_at)
         assert saved.world_size == processes
         assert saved.mesh["shard"] == processes
-    run_processes([*TRAIN, *arguments(recipe, folder, 1)], 1, timeout_s=600.0)
+    run_processes([*TRAIN, *arguments(recipe, folder, 1)], 1)
     assert_same(curve(folder), alone)
     assert read_goodput(folder).restarts == len(kills)
 
@@ -177,7 +173,7 @@ def test_a_rank_killed_in_the_middle_of_saving_leaves_the_checkpoint_before(reci
     assert "Traceback" not in run.texts()[1 - rank]
     whole = sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
     assert whole == ["step-000003"]
-    run_processes([*TRAIN, *arguments(recipe, folder, 2)], 2, timeout_s=600.0)
+    run_processes([*TRAIN, *arguments(recipe, folder, 2)], 2)
     assert not list((folder / "checkpoints").glob(".step-*"))
     assert_same(curve(folder), alone)
 
@@ -187,7 +183,7 @@ def test_a_stopped_rank_is_found_by_the_watchdog_of_the_other(recipe, alone, tmp
     folder = tmp_path / "run"
     program = signalled(signal.SIGSTOP, 1, 5)
     run = Started([*program, *arguments(recipe, folder, 2, "--set", "run.watchdog_s=30.0")], 2, tmp_path)
-    assert run.processes[0].wait(timeout=600) == 1
+    assert run.processes[0].wait(timeout=240) == 1
     run.processes[1].send_signal(signal.SIGKILL)
     run.processes[1].wait()
     said = " ".join(run.texts()[0].split())
@@ -197,7 +193,7 @@ def test_a_stopped_rank_is_found_by_the_watchdog_of_the_other(recipe, alone, tmp
     assert "most recent call first" in traces
     assert "loop.py" in traces
     assert not (folder / "hung-rank-1.txt").exists()
-    run_processes([*TRAIN, *arguments(recipe, folder, 1)], 1, timeout_s=600.0)
+    run_processes([*TRAIN, *arguments(recipe, folder, 1)], 1)
     assert_same(curve(folder), alone)
 
 
@@ -210,7 +206,7 @@ def test_sigterm_to_one_rank_saves_and_ends_all_with_0(recipe, alone, tmp_path):
     assert 5 <= steps < STEPS, "the run ended before it could be stopped"
     assert f"stopped by SIGTERM after step {steps}" in run.texts()[0]
     assert find_checkpoint(folder / "checkpoints", Ranks(0, 1)).step == steps
-    run_processes([*TRAIN, *arguments(recipe, folder, 2)], 2, timeout_s=600.0)
+    run_processes([*TRAIN, *arguments(recipe, folder, 2)], 2)
     assert_same(curve(folder), alone)
 
 
@@ -259,7 +255,7 @@ class Agents:
 
     def __init__(self, said, train):
         self.port = free_port()
-        self.said, self.train, self.running = said, train, []
+        self.said, self.train, self.running, self.until_end = said, train, [], ExitStack()
 
     def start(self, program):
         """Start a torchrun whose one process runs a program of Python's."""
@@ -271,9 +267,9 @@ class Agents:
         environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # as docs/multi-node.md says, with the reason
         with (self.said / f"agent-{len(self.running)}").open("w") as file:
             whole = [*command, "--no-python", sys.executable, *program, "train", *map(str, self.train)]
-            started = subprocess.Popen(whole, env=environment, stdout=file, stderr=file, start_new_session=True)
-        self.running.append(started)
-        return started
+            started = running(whole, env=environment, stdout=file, stderr=file)
+            self.running.append(self.until_end.enter_context(started))
+        return self.running[-1]
 
     def wait_for_store(self):
         """Wait until the first agent listens, so that it is the one that hosts the meeting place."""
@@ -288,22 +284,12 @@ class Agents:
     def texts(self):
         return [(self.said / f"agent-{number}").read_text() for number in range(len(self.running))]
 
-    def kill(self):
-        """End what still runs; agents end their processes on SIGTERM."""
-        for agent in self.running:
-            agent.terminate()
-        for agent in self.running:
-            try:
-                agent.wait(timeout=30)
-            except subprocess.TimeoutExpired:
-                agent.kill()
-
 
 @pytest.mark.long
 def test_a_killed_machine_comes_back_and_the_run_goes_on_with_the_same_losses(recipe, alone, tmp_path):
     folder = tmp_path / "run"
     agents = Agents(tmp_path, arguments(recipe, folder, 2))
-    try:
+    with agents.until_end:
         first = agents.start(["-m", "headway"])
         agents.wait_for_store()
         second = agents.start(["-c", DIES_WITH_ITS_AGENT])
@@ -312,8 +298,6 @@ def test_a_killed_machine_comes_back_and_the_run_goes_on_with_the_same_losses(re
         assert 6 <= taken[-1] < 8, "it was killed in step 8, after the checkpoint of step 3"
         again = agents.start(["-m", "headway"])
         assert [agent.wait(timeout=300) for agent in (first, again)] == [0, 0], agents.texts()
-    finally:
-        agents.kill()
     assert "another rank ended or did not answer in step" in " ".join(agents.texts()[0].split())
     assert_same(curve(folder), alone)
     records = read_metrics(folder / "metrics.jsonl")
@@ -365,13 +349,8 @@ def test_torchrun_starts_killed_ranks_again_and_the_run_goes_on_with_the_same_lo
     command += ["--max-restarts", str(kills), "--no-python", sys.executable, "-c", KILLED_AGAIN_AND_AGAIN, "train"]
     command += arguments(recipe, folder, 2, *(part for setting in settings for part in ("--set", setting)))
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "KILLS": str(kills)}
-    with (tmp_path / "said").open("w") as said:
-        agent = subprocess.Popen([str(part) for part in command], env=environment, stdout=said, stderr=said)
-        try:
-            code = agent.wait(timeout=300 * (kills + 1))
-        finally:
-            agent.terminate()  # which ends its processes, too
-            agent.wait()
+    with (tmp_path / "said").open("w") as said, running(command, env=environment, stdout=said, stderr=said) as agent:
+        code = agent.wait(timeout=120 * (kills + 1))
     text = (tmp_path / "said").read_text()
     assert code == 0, text
     assert "Traceback" not in text, text

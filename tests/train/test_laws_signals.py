@@ -9,9 +9,9 @@ import hashlib
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,7 @@ import yaml
 
 from headway.meter.goodput_report import read_goodput
 from headway.train.check import check_run
-from helpers.processes import ROOT, TRAIN, interrupt, run_processes, start_processes
+from helpers.processes import ROOT, TRAIN, interrupt, run_processes, running, start_processes
 from helpers.runs import recorded, trained
 
 SEED, STEPS, EVERY = 30, 24, 2
@@ -163,10 +163,11 @@ def test_a_signal_to_torchrun_itself_loses_nothing(recipe, peace, tmp_path, numb
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", *options]
     command += ["--no-python", *map(str, arguments(recipe, folder))]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    with log.open("w") as file:
-        agent = subprocess.Popen(command, env=environment, stdout=file, stderr=file)
-    interrupt([agent], moment("step", folder, 5), getattr(signal, number))
-    assert agent.wait(timeout=300) == code
+    with ExitStack() as until_end:
+        with log.open("w") as file:
+            agent = until_end.enter_context(running(command, env=environment, stdout=file, stderr=file))
+        interrupt([agent], moment("step", folder, 5), getattr(signal, number))
+        assert agent.wait(timeout=300) == code
     if code == 1:  # handed on: the ranks have stopped
         assert recorded(folder) < STEPS
         assert f"stopped by {number if number != 'SIGINT' else 'Ctrl-C'} after step" in log.read_text()

@@ -56,7 +56,7 @@ def test_a_process_without_memory_says_what_held_it(raw, digits, tmp_path):
         check=False,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=240,
     )
     said = " ".join(done.stderr.split())
     assert done.returncode == 1, said

@@ -18,6 +18,7 @@ from headway.train import loop
 from headway.train import run as run_module
 from headway.train.run_folder import LOCK, RunFolder
 from helpers.cases import a_full_disk
+from helpers.processes import running
 
 
 def begin(config):
@@ -55,14 +56,11 @@ def test_the_second_of_two_processes_is_refused_before_it_changes_anything(confi
 def test_a_killed_owner_leaves_the_folder_free(config):
     begin(config)
     program = "import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], os.O_RDWR), 2); print(1, flush=True); input()"
-    owner = subprocess.Popen(
-        [sys.executable, "-c", program, config.run.folder / LOCK], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    assert owner.stdout.read(1) == b"1"
-    with pytest.raises(ConfigError, match="still running"):
-        go_on(config)
-    owner.kill()
-    owner.communicate()
+    command = [sys.executable, "-c", program, config.run.folder / LOCK]
+    with running(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:
+        assert owner.stdout.read(1) == b"1"
+        with pytest.raises(ConfigError, match="still running"):
+            go_on(config)
     assert go_on(config)
 
 

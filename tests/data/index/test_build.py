@@ -17,6 +17,7 @@ from headway.data.sources import open_source
 from headway.errors import ConfigError, DataError
 from headway.models import load_processor
 from headway.synthetic.processor import write_processor
+from helpers.processes import running
 
 
 @pytest.fixture
@@ -186,11 +187,11 @@ def test_a_killed_run_goes_on(chats, encoder, processor, tmp_path, small_units):
     folder = index_folder(source, encoder, tmp_path / "indices")
     program = _program(tmp_path, source, "build._LEAST_ROWS = 32; build_index(source, encoder, cache, workers=2)")
 
-    running = subprocess.Popen([sys.executable, program])
-    _wait_for(lambda: len(parts_of(folder)) >= 3, running)
-    children = _children(running.pid)
-    running.send_signal(signal.SIGKILL)
-    running.wait()
+    with running([sys.executable, program]) as process:
+        _wait_for(lambda: len(parts_of(folder)) >= 3, process)
+        children = _children(process.pid)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
 
     assert children
     _wait_for(lambda: not any(_lives(pid) for pid in children))  # workers end with the process that started them
@@ -211,10 +212,11 @@ def test_two_processes_build_the_same_index_at_once(chats, encoder, processor, t
     processor.save_pretrained(tmp_path / "model")
     program = _program(tmp_path, source, "print(build_index(source, encoder, cache, workers=0).tokens.sum())")
 
-    running = [subprocess.Popen([sys.executable, program], stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    said = [process.communicate(timeout=300)[0] for process in running]
+    programs = [running([sys.executable, program], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    with programs[0] as first, programs[1] as second:
+        said = [process.communicate(timeout=300)[0] for process in (first, second)]
 
-    assert [process.returncode for process in running] == [0, 0]
+    assert (first.returncode, second.returncode) == (0, 0)
     expected = build_index(source, encoder, tmp_path / "whole", workers=0).summary().tokens
     assert said == [f"{expected}\n"] * 2
 

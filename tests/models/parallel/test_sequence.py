@@ -22,7 +22,7 @@ from helpers.processes import run_processes
     "degree", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)]
 )
 def test_losses_and_gradients_are_those_of_one_process(degree):
-    run_processes([sys.executable, Path(__file__).with_name("sequence_process.py")], degree, timeout_s=600)
+    run_processes([sys.executable, Path(__file__).with_name("sequence_process.py")], degree)
 
 
 @pytest.fixture
