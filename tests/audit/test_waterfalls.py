@@ -1,8 +1,11 @@
+import re
+
 import pytest
 
 from headway.audit.rows import Log, LogRow, near
 from headway.audit.waterfalls import explain_log
 from headway.errors import ConfigError
+from headway.explain.text import as_text
 
 
 def row(step, **numbers):
@@ -27,8 +30,8 @@ def test_the_printed_mfu_is_the_needed_work_and_the_rest_is_one_line():
     assert any("`headway audit` restates it" in note for note in found.notes)
 
 
-def test_a_log_of_phases_alone_is_refused_and_audit_is_named():
-    with pytest.raises(ConfigError, match=r"no line that tells a step's rate.* Run `headway audit`"):
+def test_a_log_that_tells_nothing_is_refused():
+    with pytest.raises(ConfigError, match=r"no line that tells a step's time, its rate or its loss"):
         logged([])
 
 
@@ -43,10 +46,24 @@ def test_a_step_is_the_time_between_stamps_and_the_first_has_the_tokens_of_the_o
     assert any("1 of 4 lines do not tell how long" in note for note in found.notes)
 
 
-def test_without_a_time_it_is_one_second_of_training():
-    (shown,) = logged([row(7, mfu=0.125)]).steps
-    assert lines(shown) == {"useful": 125_000_000, "unseparated": 875_000_000}
-    assert any("one second of training" in note for note in logged([row(7, mfu=0.125)]).notes)
+@pytest.mark.parametrize("of", ["mfu", "flops_per_s", "tokens_per_s"])
+def test_without_a_time_none_is_invented_and_steps_stand_beside_each_other_by_their_rates(of):
+    """A quarter of the rate is four times as long, if steps have equal work; the text has no time and JSON none."""
+    rates = [0.1, *[0.4] * 6]
+    found = logged([row(n, **({"mfu": rate} | {of: rate})) for n, rate in enumerate(rates, start=1)])
+    lengths = [step.duration_ns for step in found.steps]
+    assert [length / lengths[-1] for length in lengths] == pytest.approx([4.0, *[1.0] * 6])
+    record = found.to_dict()
+    times = [record["mean"]["duration_ns"], *(step["duration_ns"] for step in record["steps"])]
+    assert {*times, *(line["ns"] for step in record["steps"] for line in step["lines"])} == {None}
+    assert not found.is_timed
+    text = as_text(found)
+    assert not re.search(r"\bms\b|[0-9] s\b", text)
+    assert "25.0 % of the median" in text
+    assert any("do not tell how long a step takes" in note for note in found.notes)
+    (first,) = [finding for finding in found.findings if finding.id == "first-steps"]
+    assert (first.ns, first.share) == (0, pytest.approx(3 / 10))
+    assert "took 4.0 times as long as the others" in first.seen
 
 
 def test_without_an_mfu_nothing_is_known_of_the_needed_work():

@@ -148,8 +148,12 @@ def test_two_traces_of_one_rank_are_compared_and_of_two_ranks_are_one_job(headwa
 def test_what_torchtitans_page_shows_in_its_lines(headway, log, experiment, ids):
     record = json.loads(headway("explain", log(experiment), "--json").out)
     assert [finding["id"] for finding in record["findings"]] == ids
+    is_timed = experiment > 3  # whose lines have stamps
     for step in record["steps"]:
-        assert sum(line["ns"] for line in step["lines"]) == step["duration_ns"]
+        assert sum(line["share"] for line in step["lines"]) == pytest.approx(1)
+        assert (step["duration_ns"] is not None) == is_timed
+        assert {line["ns"] is not None for line in step["lines"]} == {is_timed}
+    assert (record["mean"]["duration_ns"] is not None) == is_timed
 
 
 def test_the_numbers_of_torchtitans_findings(headway, log):

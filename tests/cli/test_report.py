@@ -27,7 +27,7 @@ def test_a_log_of_another_tool_is_a_page(headway, tmp_path):
     assert "/titan.log, " in result.out
     text = headway("report", tmp_path / "titan.log", "--md").out
     # 1 step, then three times 10, each at a minute for 10 steps; the first is reckoned from its rate.
-    assert text.startswith("**The run took 31 steps and 3 min 7 s at MFU 33.6 % (median); ")
+    assert text.startswith("**The loss stayed at 12.4 in 31 steps and 3 min 7 s at MFU 33.6 % (median); ")
     assert "needed work is what torchtitan counts" in text
     page = (tmp_path / "page.html").read_text()
     assert "<figcaption>MFU" in page

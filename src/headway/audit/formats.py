@@ -18,6 +18,7 @@ from typing import Any
 
 from headway.audit.by_phase import PHASES, READERS, ReadPhases, ReadRows
 from headway.audit.rows import NUMBER, STEP_NUMBER, Counted, Interval, LogRow, Reading, near, printed
+from headway.log.losses import StepLoss
 
 _ANY = r"(?:np\.float\d+\()?([0-9][0-9,]*(?:\.[0-9]+)?(?:[eE][+-]?\d+)?)"
 _JSON_NUMBER = r"([0-9]{1,18}(?:\.[0-9]+)?(?:[eE][+-]?\d{1,2})?)(?![0-9.eE])"
@@ -321,6 +322,8 @@ class Format:
     counted: Counted = "billed"  # token positions that its tokens/s, or its sequences, are of
     note: str = ""  # a remark on its numbers, "" for none
     read_phases: ReadPhases | None = None  # finds the steps by phase, of a trainer that generates
+    total: bool = False  # whether its last row stands for all steps before it
+    has_columns: bool = False  # whether losses stand in columns, not behind their names
 
 
 _READERS: dict[str, ReadRows] = {
@@ -340,9 +343,12 @@ _READERS: dict[str, ReadRows] = {
 
 def _format_of(row: Mapping[str, Any]) -> Format:
     read_rows = _LineReader(row) if "pattern" in row else _block_rows(row) if "head" in row else _READERS[row["reader"]]
-    facts = {name: row[name] for name in ("whole_job", "smoothed", "counted", "note") if name in row}
-    phases = PHASES.get(row.get("phases", ""))
-    return Format(row["tool"], row["lines"], tuple(row["conventions"]), read_rows, read_phases=phases, **facts)
+    facts = {name: row[name] for name in ("whole_job", "smoothed", "counted", "note", "total") if name in row}
+    phases, has_columns = PHASES.get(row.get("phases", "")), "losses" in row
+    return Format(
+        row["tool"], row["lines"], tuple(row["conventions"]), read_rows, read_phases=phases, has_columns=has_columns,
+        **facts,
+    )  # fmt: skip
 
 
 _TABLE = tomllib.loads(Path(__file__).with_name("formats.toml").read_text("utf-8"))
@@ -350,6 +356,82 @@ FORMATS = tuple(map(_format_of, _TABLE["format"]))
 WITHOUT_RATES = tuple((re.compile(row["pattern"]), row["reason"]) for row in _TABLE["without_rates"])
 """Logs of known tools that hold no rate, and what to give instead."""
 TRL = next(form for form in FORMATS if form.tool == "TRL")
+
+_LOSS_TABLE = _TABLE["losses"]
+# A number as printf, Python, numpy and JSON write it.
+_VALUE = (
+    r"['\"]?(?:np\.float\d{2,3}\()?([+-]?(?:\d[\d,]{0,30}(?:\.\d{0,30})?(?:e[+-]?\d{1,3})?|nan|inf(?:inity)?))"
+    r"(?!\w)(?!\.\w)"
+)
+_STEPS = tuple(map(re.compile, _LOSS_TABLE["steps"]))
+_OF_LEARNING = {
+    name: re.compile(_LOSS_TABLE[name].replace("<number>", _VALUE))
+    for name in ("loss", "grad_norm", "num_skipped", "num_nan")
+}
+_BEFORE_LOSS, _WITHOUT_LOSS = (re.compile(_LOSS_TABLE[name]) for name in ("before_loss", "without"))
+_LONGEST_PREFIX = 16  # characters of what stands before the name of a loss
+_COLUMNS = {name: re.compile(text) for name, text in _LOSS_TABLE["columns"].items()}
+
+
+def read_losses(lines: Iterable[str], *, has_columns: bool = False) -> tuple[StepLoss, ...]:
+    """Read what lines tell of learning; of a step that several lines tell of, the last one that has a number counts.
+
+    >>> read_losses(["step: 7  loss:  9.5000  grad_norm:     nan  memory: 47.6GiB(60.27%)  tps: 5,800"])
+    (StepLoss(step=7, loss=9.5, grad_norm=nan, num_skipped=0, num_nan=0),)
+    """
+    by_step: dict[int, StepLoss] = {}
+    for step, values in _values_in_columns(lines) if has_columns else _values_behind_names(lines):
+        if values.get("loss") == _LOSS_TABLE["none"]:
+            del values["loss"]
+        counts = {name: int(values.pop(name, 0)) for name in ("num_skipped", "num_nan")}
+        before = by_step.get(step, StepLoss(step))
+        if values or any(counts.values()):
+            by_step[step] = StepLoss(
+                step, values.get("loss", before.loss), values.get("grad_norm", before.grad_norm), **counts
+            )
+    return tuple(by_step[step] for step in sorted(by_step))
+
+
+def _values_behind_names(lines: Iterable[str]) -> Iterator[tuple[int, dict[str, float]]]:
+    """Read the lines of steps; dictionaries of a console that has no steps are numbered."""
+    last, count = None, 0
+    for line in map(str.lower, lines):
+        match = next((match for pattern in _STEPS if (match := pattern.search(line))), None)
+        last = int(match[1]) if match else last
+        is_numbered = last is None and line.startswith("{")
+        if match is None and not line[:1].isspace() and not is_numbered:
+            continue
+        values = _values(line)
+        if values and (last is not None or is_numbered) and not _WITHOUT_LOSS.search(line):
+            count += is_numbered
+            yield count if last is None else last, values
+
+
+def _values(line: str) -> dict[str, float]:
+    values = {}
+    for name, pattern in _OF_LEARNING.items():
+        for match in pattern.finditer(line):
+            start = match.start()
+            if name != "loss" or _BEFORE_LOSS.search(line[max(0, start - _LONGEST_PREFIX) : start]):
+                values[name] = _float(match[1])
+                break
+    return values
+
+
+def _values_in_columns(lines: Iterable[str]) -> Iterator[tuple[int, dict[str, float]]]:
+    columns: dict[str, int] = {}
+    for cells in _rows_of_csv(lines):
+        if "step" in cells:
+            of_learning = {name: i for name, text in _COLUMNS.items() for i, c in enumerate(cells) if text.fullmatch(c)}
+            columns = {**of_learning, "step": cells.index("step")}
+            continue
+        values = {}
+        for name, i in columns.items():
+            with suppress(ValueError, IndexError):
+                values[name] = float(cells[i])
+        if len(values) > 1 and "step" in values:
+            yield int(values.pop("step")), values
+
 
 _OWN = re.compile(r'\{"schema_version": \d+, "kind": "')
 

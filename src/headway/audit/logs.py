@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from headway.audit.formats import FORMATS, KNOWN_LINES, TRL, WITHOUT_RATES, Format
+from headway.audit.formats import FORMATS, KNOWN_LINES, TRL, WITHOUT_RATES, Format, read_losses
 from headway.audit.rows import Log, LogRow, RecordBasis, near, printed
 from headway.errors import LogError, UsageError
 from headway.log.records import RecordReader, is_header
@@ -31,16 +31,17 @@ def _cumulative_note() -> str:
     )
 
 
-def read_log(text: str, where: str = "the log", *, resumed_at: int | None = None) -> Log:
+def read_log(text: str, where: str = "the log", *, resumed_at: int | None = None, needs_rate: bool = True) -> Log:
     """Recognise a log and read its rows.
 
     Args:
         text: the whole file.
         where: its name, for the error.
         resumed_at: step that the run went on from, for a trainer_state.json, whose totals do not say it.
+        needs_rate: refuse a log that tells losses alone.
 
     Returns:
-        The rows that report a rate.
+        The rows that report a rate, and the losses.
 
     Raises:
         LogError: no line is one that a known tool writes.
@@ -51,11 +52,13 @@ def read_log(text: str, where: str = "the log", *, resumed_at: int | None = None
     if log is None and not (_JSON.match(text) and '"log_history"' in text):
         log = next((log for form in FORMATS if (log := _log_of(lines, form)) is not None), None)
     if log is None and _JSON.match(text):
-        log = _trainer_state(text, where, resumed_at)
+        log = _trainer_state(text, where, resumed_at, needs_rate=needs_rate)
     elif resumed_at is not None:
         raise UsageError(
             Argument("resumed_at", resumed_at), f" is for a trainer_state.json, and {where} is none. Leave it out."
         )
+    if log is None and not needs_rate:
+        log = _losses_alone(lines)
     if log is not None:
         return replace(log, notes=(*log.notes, *_went_back(log.rows)))
     for pattern, reason in WITHOUT_RATES:
@@ -66,6 +69,15 @@ def read_log(text: str, where: str = "the log", *, resumed_at: int | None = None
         "and not cut off by a terminal. Headway reads the Hugging Face Trainer's trainer_state.json, its own "
         f"metrics.jsonl, and the step lines of {', '.join(dict.fromkeys(KNOWN_LINES))}."
     )
+
+
+def _losses_alone(lines: Sequence[str]) -> Log | None:
+    """Read a log that has losses and no rate: a tool's that is known, or a metrics.csv of Lightning."""
+    if losses := read_losses(lines, has_columns=True):
+        return Log("Lightning", (), (), losses=losses)
+    if any(pattern.search(line) for pattern, _ in WITHOUT_RATES for line in lines) and (losses := read_losses(lines)):
+        return Log("a trainer", (), (), losses=losses, notes=("lines that tell no step are numbered.",))
+    return None
 
 
 def _went_back(rows: Sequence[LogRow]) -> Iterable[str]:
@@ -103,7 +115,8 @@ def _log_of(lines: list[str], form: Format) -> Log | None:
     notes = (form.note,) if form.note else ()
     return Log(
         form.tool, form.conventions, rows, form.whole_job, form.smoothed, skipped=skipped, notes=notes,
-        counted=form.counted, phased=phased,
+        counted=form.counted, phased=phased, losses=read_losses(lines, has_columns=form.has_columns),
+        mean_step_s=rows[-1].step_s.value if form.total and rows and rows[-1].step_s else None,
     )  # fmt: skip
 
 
@@ -118,7 +131,7 @@ def _once(rows: Iterable[LogRow], skipped: Counter[str]) -> Iterable[LogRow]:
         yield row
 
 
-def _trainer_state(text: str, where: str, resumed_at: int | None) -> Log | None:
+def _trainer_state(text: str, where: str, resumed_at: int | None, *, needs_rate: bool) -> Log | None:
     """Read a trainer_state.json: TRL's own rates, else totals since the last start of the run as one row.
 
     Returns:
@@ -131,22 +144,36 @@ def _trainer_state(text: str, where: str, resumed_at: int | None) -> Log | None:
     if not isinstance(state, dict) or "log_history" not in state:
         return None
     try:
-        log = _log_of([json.dumps(entry) for entry in state["log_history"]], TRL)
+        lines = [json.dumps(entry) for entry in state["log_history"]]
+        log = _log_of(lines, TRL)
         if log is not None and resumed_at is not None:
             raise UsageError(
                 Argument("resumed_at", resumed_at),
                 f" is for the totals of a trainer_state.json, and {where} has rates of each step. Leave it out.",
             )
-        return log or _totals(state, where, resumed_at)
+        losses = read_losses(lines)
+        if log is None and losses and not needs_rate and not _has_totals(state):
+            return Log("Hugging Face Trainer", (), (), losses=losses)
+        return log or replace(_totals(state, where, resumed_at), losses=losses)
     except (TypeError, ValueError, AttributeError, OverflowError, ZeroDivisionError) as error:
         raise LogError(f"{where} is a trainer_state.json with a value that no Trainer writes: {error}.") from error
 
 
-def _totals(state: Mapping[str, Any], where: str, resumed_at: int | None) -> Log:
+def _ends(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The last value of each name: the totals are those of the last entry that has them."""
     last: dict[str, Any] = {}
-    # The totals are those of the last entry that has them: the state keeps all entries.
     for entry in state["log_history"]:
         last.update(entry)
+    return last
+
+
+def _has_totals(state: Mapping[str, Any]) -> bool:
+    last = _ends(state)
+    return bool(last.get("train_runtime") and (last.get("total_flos") or state.get("total_flos")))
+
+
+def _totals(state: Mapping[str, Any], where: str, resumed_at: int | None) -> Log:
+    last = _ends(state)
     seconds, flops = last.get("train_runtime"), last.get("total_flos") or state.get("total_flos")
     tokens = state.get("num_input_tokens_seen") or last.get("num_input_tokens_seen")
     if not seconds or not flops:
@@ -173,7 +200,10 @@ def _totals(state: Mapping[str, Any], where: str, resumed_at: int | None) -> Log
         note = f"taken as resumed at step {start:,}: {share:.1%} of the FLOPs are of its last start"
     else:
         note = "" if resumed_at == 0 else _cumulative_note()
-    return Log("Hugging Face Trainer", ("6nd",), (row,), whole_job=True, notes=(note,) if note else ())
+    return Log(
+        "Hugging Face Trainer", ("6nd",), (row,), whole_job=True, notes=(note,) if note else (),
+        mean_step_s=float(seconds) / max(1, steps - start),
+    )  # fmt: skip
 
 
 def _start(history: list[Mapping[str, Any]], steps: int) -> int:

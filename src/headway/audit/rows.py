@@ -4,6 +4,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
+from headway.log.losses import StepLoss
+
 STEP_NUMBER = r"(\d{1,18})"  # a number of 64 bits; more digits are no number of a step
 NUMBER = r"([0-9][0-9,]*(?:\.[0-9]+)?)"
 """A step's number and any other in a log, as patterns with a group."""
@@ -165,6 +167,9 @@ class Log:
     notes: tuple[str, ...] = ()  # remarks on its numbers
     counted: Counted = "billed"  # token positions that its tokens/s, or its sequences, are of
     phased: tuple[PhasedStep, ...] = ()  # steps by phase, for a trainer that generates
+    losses: tuple[StepLoss, ...] = ()  # losses of its steps, by step
+    # mean time of a step of the whole run, where its one row stands for the run [s]; None elsewhere
+    mean_step_s: float | None = None
 
 
 def per_device(log: Log, num_ranks: int) -> Log:

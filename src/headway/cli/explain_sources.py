@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 Pair = tuple[tuple[str, JobExplanation], tuple[str, JobExplanation]]
 _BEGINNING = 1 << 16  # bytes of a file by which its kind is told
+_TRAINER_STATE = re.compile(rb'"log_history"\s*:\s*\[')
 _JSON = re.compile(rb"(?:\xef\xbb\xbf)?\s*(\{\s*[\"}]|\[\s*[{\]])")
 
 
@@ -92,7 +93,7 @@ def _kind(file: Path, beginning: bytes) -> SourceKind:
     """Kind of a file by its beginning; a new run's metrics.jsonl may be empty, or cut off."""
     is_json = _JSON.match(beginning) is not None
     # Some tools write their logs as lines of JSON, such as ms-swift's logging.jsonl.
-    if is_json and is_log(beginning.decode(errors="replace").splitlines()):
+    if is_json and (_TRAINER_STATE.search(beginning) or is_log(beginning.decode(errors="replace").splitlines())):
         return SourceKind.LOG
     try:
         first = json.loads(beginning.partition(b"\n")[0])
@@ -201,7 +202,7 @@ def _log_in(path: Path) -> "Log":
     from headway.audit import read_log
 
     try:
-        return read_log(read_text(path, errors="replace"), str(path))
+        return read_log(read_text(path, errors="replace"), str(path), needs_rate=False)
     except LogError as error:
         raise ConfigError(
             f"{path} is neither a trace of torch.profiler nor the records of a run, and it was read as a log. {error}"

@@ -353,6 +353,8 @@ def _words_of(command: TyperCommand) -> tuple[Words, ...]:
     names = {name: own[option] for name, option in stands_for.items() if option in own}
     if "lora" in own:
         names["targets"] = f"{own['lora']} target"
+    if "runs" in own:  # a report has no options of steps and ranks, which explain shows
+        names |= {name: f"`headway explain --{name}`" for name in ("step", "rank")}
     return Options(names | own, assigns), RUN_KEYS
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 from headway.errors import ConfigError
 from headway.explain.explanation import (
-    PER_SECOND_NOTE,
     SCHEMA_VERSION,
     UNSEPARATED,
     JobExplanation,
@@ -95,8 +94,8 @@ def compare(a: tuple[str, JobExplanation], b: tuple[str, JobExplanation]) -> Com
     Raises:
         ConfigError: the log of one does not tell how long a step takes, so that its "step" is a second.
     """
-    if PER_SECOND_NOTE in a[1].notes or PER_SECOND_NOTE in b[1].notes:
-        which = a[0] if PER_SECOND_NOTE in a[1].notes else b[0]
+    if not (a[1].is_timed and b[1].is_timed):
+        which = b[0] if a[1].is_timed else a[0]
         raise ConfigError(
             f"{which} does not tell how long its steps took, so there is nothing to compare in seconds per step. Give "
             "a log whose lines have a time or a stamp; `headway explain` shows each by itself."

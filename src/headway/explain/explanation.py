@@ -30,8 +30,9 @@ NO_PROFILE_NOTE = (
     "Record some steps with `--set run.profile.start=N` of `headway train`, or with `headway.profile` in a loop of "
     "your own, and explain the run again."
 )
-PER_SECOND_NOTE = (
-    "the lines do not tell how long a step takes: what is shown is one second of training at each one's rates."
+UNTIMED_NOTE = (
+    "the lines do not tell how long a step takes, so no time is shown: shares are of steps of equal work, each at the "
+    "rate that its line tells."
 )
 
 
@@ -47,10 +48,11 @@ class WaterfallLine:
     mfu_to: float | None = None  # MFU that the step would have without this line; None where that says nothing
     parts: dict[str, int] = field(default_factory=dict)  # parts, such as phases or the operators that waited [ns]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Give the JSON-ready record."""
-        return {"name": self.name, "ns": self.ns, "share": self.share, "key": self.key, "mfu_from": self.mfu_from,
-                "mfu_to": self.mfu_to, "parts": self.parts}  # fmt: skip
+    def to_dict(self, *, is_timed: bool = True) -> dict[str, Any]:
+        """Give the JSON-ready record, with a time only where there is one."""
+        ns = self.ns if is_timed else None
+        return {"name": self.name, "ns": ns, "share": self.share, "key": self.key, "mfu_from": self.mfu_from,
+                "mfu_to": self.mfu_to, "parts": self.parts if is_timed else {}}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,8 @@ class StepWaterfall:
     traffic: OperandTraffic | None = None
     # phases that the loop names, the rest last, which add up to `duration_ns`; none of a loop that names none
     phases: tuple[PhaseLine, ...] = ()
+    # whether `duration_ns` is a time; else it only compares the step with other steps of a log that tells none
+    is_timed: bool = True
 
     def to_dict(self) -> dict[str, Any]:
         """Give the JSON-ready record."""
@@ -106,12 +110,12 @@ class StepWaterfall:
         return {
             "step": self.step,
             "rank": self.rank,
-            "duration_ns": self.duration_ns,
+            "duration_ns": self.duration_ns if self.is_timed else None,
             "host_ns": None if window is None else window.host_ns,
             "device_ns": None if window is None else window.device_ns,
             "mfu": self.mfu,
             "is_edge": self.is_edge,
-            "lines": [line.to_dict() for line in self.lines],
+            "lines": [line.to_dict(is_timed=self.is_timed) for line in self.lines],
             "phases": [phase.to_dict() for phase in self.phases],
             "memory_bound": None if self.traffic is None else self.traffic.to_dict(),
         }
@@ -129,15 +133,16 @@ class MeanWaterfall:
     # bytes that memory-bound kernels had to move; None where no shapes were recorded
     traffic: OperandTraffic | None = None
     phases: tuple[PhaseLine, ...] = ()  # phases that the loop names; they add up to `duration_ns`
+    is_timed: bool = True  # whether `duration_ns` is a time
 
     def to_dict(self) -> dict[str, Any]:
         """Give the JSON-ready record."""
         return {
             "num_steps": self.num_steps,
             "left_out": list(self.left_out),
-            "duration_ns": self.duration_ns,
+            "duration_ns": self.duration_ns if self.is_timed else None,
             "mfu": self.mfu,
-            "lines": [line.to_dict() for line in self.lines],
+            "lines": [line.to_dict(is_timed=self.is_timed) for line in self.lines],
             "phases": [phase.to_dict() for phase in self.phases],
             "memory_bound": None if self.traffic is None else self.traffic.to_dict(),
         }
@@ -175,6 +180,12 @@ class JobExplanation:
     notes: tuple[str, ...]  # remarks on the traces, as sentences
     findings: tuple[Finding, ...] = ()  # first things to do, the dearest first
     waited_for: tuple[WaitedFor, ...] = ()  # rank that the others waited for, of each step of several ranks
+    learning: str = ""  # sentence on the losses and norms of the run; "" where they are not known
+
+    @property
+    def is_timed(self) -> bool:
+        """True if it is known how long the steps took."""
+        return all(step.is_timed for step in self.steps)
 
     def to_dict(self) -> dict[str, Any]:
         """The object that `headway explain --json` prints."""
@@ -182,6 +193,7 @@ class JobExplanation:
             "schema_version": SCHEMA_VERSION,
             "steps": [step.to_dict() for step in self.steps],
             "mean": mean_of(self.steps).to_dict(),
+            "learning": self.learning or None,
             "findings": [finding.to_dict() for finding in self.findings],
             "notes": list(self.notes),
             "waited_for": [wait.to_dict() for wait in self.waited_for],
@@ -260,7 +272,8 @@ def mean_of(steps: Sequence[StepWaterfall]) -> MeanWaterfall:
         lines.append(WaterfallLine(key, of_key[0].name, line_ns, line_ns / duration_ns, mfu, mfu_to, mean_parts))
     left_out = tuple(step.step for step in steps[:num_first])
     phases = mean_phases([(step.duration_ns, step.phases) for step in steady])
-    return MeanWaterfall(count, left_out, duration_ns, mfu, tuple(lines), _mean_traffic(steady), phases)
+    is_timed = all(step.is_timed for step in steps)
+    return MeanWaterfall(count, left_out, duration_ns, mfu, tuple(lines), _mean_traffic(steady), phases, is_timed)
 
 
 def _mean_traffic(steps: Sequence[StepWaterfall]) -> OperandTraffic | None:

@@ -4,6 +4,7 @@ Records are those of `headway train`, `Meter` and every integration (docs/meteri
 window of steps, of all ranks together.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -31,6 +32,8 @@ from headway.explain.run_folder import (
     read_steps,
     time_beside,
 )
+from headway.log.losses import StepLoss, learning_sentence
+from headway.log.run_files import further_losses
 from headway.report.quantity import finite, integer, quantity
 from headway.report.step_lines import NAMES
 from headway.words import Argument
@@ -103,9 +106,12 @@ def explain_with_records(
             choices=[str(waterfall.step) for waterfall in waterfalls],
         )
     judged = _unprofiled(entries)
-    run = RunEvidence([run_steps[place] for place in judged], beside_ns, _left_out(every, entries), by_step)
+    losses = [_loss(entry) for entry in entries]
+    run = RunEvidence([run_steps[place] for place in judged], beside_ns, _left_out(every, entries), by_step, losses)
     findings = _findings(entries, [waterfalls[place] for place in judged], run)
-    explanation = JobExplanation(tuple(chosen), (NO_PROFILE_NOTE, *notes, *about_beside), findings)
+    explanation = JobExplanation(
+        tuple(chosen), (NO_PROFILE_NOTE, *notes, *about_beside), findings, learning=learning_sentence(losses)
+    )
     return explanation, [entry.record for entry in entries]
 
 
@@ -156,6 +162,16 @@ def _unprofiled(entries: list[RecordedStep]) -> list[int]:
     numbers = [as_number(entry.record.get("num_profiled")) or 0.0 for entry in entries]
     usual = [place for place, entry in enumerate(entries) if 2 * numbers[place] <= entry.num_steps]
     return usual or list(range(len(entries)))
+
+
+def _loss(entry: RecordedStep) -> StepLoss:
+    """Read a record's loss; one that is null where there was something to learn was not finite."""
+    record = entry.record
+    loss, norm = quantity(record.get("loss")), quantity(record.get("grad_norm"))
+    is_broken = "loss" in record and loss is None and not record.get("empty") and not further_losses(record)
+    return StepLoss(
+        entry.step, math.nan if is_broken else loss, norm, num_skipped=round(quantity(record.get("num_skipped")) or 0)
+    )
 
 
 def _facts(entries: list[RecordedStep]) -> dict[str, Any]:

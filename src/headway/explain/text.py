@@ -18,6 +18,7 @@ from headway.explain.breakdown import (
     kind_of_module,
 )
 from headway.explain.explanation import (
+    UNSEPARATED,
     Finding,
     JobExplanation,
     MeanWaterfall,
@@ -71,9 +72,12 @@ def as_text(explanation: JobExplanation, by: By | Literal["gemm"] | None = None,
     shown = sorted(waterfalls, key=lambda waterfall: waterfall.duration_ns)[(len(waterfalls) - 1) // 2]
     mean = mean_of(waterfalls)
     # From the whole to its parts: all steps, the mean one, what it is made of, what to know.
-    sections = [_overview(waterfalls)] if len(waterfalls) > 1 else []
+    # Steps of which neither time nor work is known have nothing to show but their losses.
+    differ = len({waterfall.duration_ns for waterfall in waterfalls}) > 1
+    is_known = mean.is_timed or differ or any(line.key != UNSEPARATED for line in mean.lines)
+    sections = [_overview(waterfalls)] if len(waterfalls) > 1 and is_known else []
     title = _title(shown, mean, len({waterfall.rank for waterfall in waterfalls}))
-    sections.append(_waterfall(title, mean, shown))
+    sections += [_waterfall(title, mean, shown)] if is_known else []
     sections += [phase_section(mean.phases, mean.duration_ns)] if mean.phases else []
     sections.append(
         ReportSection(points=[*phase_sentences(mean.phases), *_details(mean), *_of_ranks(explanation, shown)])
@@ -86,7 +90,9 @@ def as_text(explanation: JobExplanation, by: By | Literal["gemm"] | None = None,
         sections.append(_breakdown(break_down(shown, by), by, shown))
     sections.append(ReportSection(points=[f"Note: {note}" for note in explanation.notes]))
     printed = [section.as_markdown() if markdown else section.as_terminal() for section in sections]
-    first = [_findings(explanation.findings, markdown=markdown)] if explanation.findings else []
+    learning = _sentence(explanation.learning) if explanation.learning else ""
+    first = [markdown_text(learning) if markdown else learning]
+    first += [_findings(explanation.findings, markdown=markdown)] if explanation.findings else []
     return "\n\n".join(text for text in [*first, *printed] if text)
 
 
@@ -97,14 +103,15 @@ def _title(shown: StepWaterfall, mean: MeanWaterfall, num_ranks: int) -> str:
     if mean.num_steps > 1:
         title = f"the mean of {mean.num_steps:,} steps"
     title += f" of {num_ranks} ranks" if num_ranks > 1 and mean.num_steps > 1 else f" of rank {shown.rank}"
-    title += (
-        f" on {shown.device_name}: {format_ms(mean.duration_ns)} ms{_on_host(shown) if mean.num_steps == 1 else ''}"
-    )
+    title += f" on {shown.device_name}"
+    if mean.is_timed:
+        title += f": {format_ms(mean.duration_ns)} ms{_on_host(shown) if mean.num_steps == 1 else ''}"
     if mean.mfu is not None:
         title += f", MFU {format_share(mean.mfu)}"
     if mean.num_steps > 1:
         of_rank = f" of rank {shown.rank}" if num_ranks > 1 else ""
-        title += f"; the median is step {shown.step}{of_rank}, {format_ms(shown.duration_ns)} ms"
+        took = f", {format_ms(shown.duration_ns)} ms" if mean.is_timed else ""
+        title += f"; the median is step {shown.step}{of_rank}{took}"
         title += f" ({Argument('step')} and {Argument('rank')} show another)"
     if mean.left_out:
         title += f"; slow first steps are not in the mean: {', '.join(map(str, mean.left_out))}"
@@ -124,14 +131,19 @@ def _overview(waterfalls: Sequence[StepWaterfall]) -> ReportSection:
     chosen = _overview_steps(waterfalls)
     has_places = any(place for place, _ in chosen)
     headings = [f"of {len(waterfalls):,} steps"] if has_places else []
-    headings += ["step", "rank", "ms", *(["MFU"] if has_mfu else []), "largest loss", "share"]
+    # Without times the steps stand beside each other by their rates.
+    is_timed = all(waterfall.is_timed for waterfall in waterfalls)
+    usual_ns = median(waterfall.duration_ns for waterfall in waterfalls)
+    headings += ["step", "rank", "ms" if is_timed else "rate", *(["MFU"] if has_mfu else []), "largest loss", "share"]
     rows = []
     for place, waterfall in chosen:
         dearest = _dearest(waterfall)
         mfu = [] if not has_mfu else ["-" if waterfall.mfu is None else format_share(waterfall.mfu)]
         loss = ["-", "-"] if dearest is None else [dearest.name, format_share(dearest.share)]
         placed = [place] if has_places else []
-        rows.append([*placed, str(waterfall.step), str(waterfall.rank), format_ms(waterfall.duration_ns), *mfu, *loss])
+        duration_ns = waterfall.duration_ns
+        took = format_ms(duration_ns) if is_timed else f"{format_share(usual_ns / duration_ns)} of the median"
+        rows.append([*placed, str(waterfall.step), str(waterfall.rank), took, *mfu, *loss])
     return ReportSection("", headings, rows, left=(*((0,) if has_places else ()), len(headings) - 2))
 
 
@@ -162,7 +174,8 @@ def _dearest(waterfall: StepWaterfall | MeanWaterfall) -> WaterfallLine | None:
 def _waterfall(title: str, mean: MeanWaterfall, median_step: StepWaterfall) -> ReportSection:
     """Lines of the mean; for several steps with the lines of the median step beside them."""
     has_mfu, has_median = mean.mfu is not None, mean.num_steps > 1
-    headings = ["where the time went", "ms", "share"]
+    has_median = has_median and mean.is_timed
+    headings = ["where the time went", *(["ms"] if mean.is_timed else []), "share"]
     headings += [*(["MFU without"] if has_mfu else []), *(["median ms"] if has_median else []), ""]
     median_ns = {line.key: line.ns for line in median_step.lines}
     width = _BAR // 2 if has_median else _BAR
@@ -174,10 +187,12 @@ def _waterfall(title: str, mean: MeanWaterfall, median_step: StepWaterfall) -> R
             mfu = [] if not has_mfu else ["" if line.mfu_to is None else format_share(line.mfu_to)]
             of_median = [format_ms(median_ns.get(line.key, 0))] if has_median else []
             bar = _bar(before_ns, after_ns, mean.duration_ns, width)
-            rows.append([line.name, format_ms(line.ns), format_share(line.share), *mfu, *of_median, bar])
+            took = [format_ms(line.ns)] if mean.is_timed else []
+            rows.append([line.name, *took, format_share(line.share), *mfu, *of_median, bar])
         before_ns = after_ns
     of_median = [format_ms(median_step.duration_ns)] if has_median else []
-    total = ["the step", format_ms(mean.duration_ns), format_share(1.0), *([""] if has_mfu else []), *of_median, ""]
+    took = [format_ms(mean.duration_ns)] if mean.is_timed else []
+    total = ["the step", *took, format_share(1.0), *([""] if has_mfu else []), *of_median, ""]
     dearest = _dearest(mean)
     return ReportSection(
         title,

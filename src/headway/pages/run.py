@@ -15,7 +15,6 @@ from headway.errors import HeadwayError, LogError
 from headway.explain.comparison import mean_record
 from headway.explain.explanation import (
     MOST,
-    PER_SECOND_NOTE,
     Finding,
     JobExplanation,
     MeanWaterfall,
@@ -250,7 +249,7 @@ def verdict(run: ReportedRun) -> str:
     judged = held_out(run.folder) if run.folder is not None else []
     summary = run.folder / SUMMARY if run.folder is not None else None
     ended = as_object(summary.read_bytes()) if summary is not None and summary.is_file() else None
-    seconds = None if PER_SECOND_NOTE in run.explanation.notes else float(_seconds(run)[-1])
+    seconds = float(_seconds(run)[-1]) if run.explanation.is_timed else None
     return steps.first_sentence(
         run.records,
         run.mean,
@@ -317,9 +316,11 @@ def _waterfalls(run: ReportedRun) -> list[ReportSection]:
 def waterfall_section(mean: MeanWaterfall, says: str, what: str = "records") -> ReportSection:
     """Show the lines of a mean step as a table, and lines above zero as bars."""
     bars = [(line.name, line.ns / 1e9) for line in mean.lines if line.ns > 0]
+    title = f"Where the time of a step went (mean of {mean.num_steps} {what})"
+    if not mean.is_timed:
+        return ReportSection(title, ["part", "share"], [[line.name, format_share(line.share)] for line in mean.lines])
     rows = [[line.name, format_ms(line.ns), format_share(line.share)] for line in mean.lines]
     rows.append(["step", format_ms(mean.duration_ns), format_share(1.0)])
-    title = f"Where the time of a step went (mean of {mean.num_steps} {what})"
     chart = bar_chart(title, bars, form=format_duration, stacked=True)
     return ReportSection(title, ["part", "time [ms]", "share"], rows, says, chart)
 
@@ -361,7 +362,7 @@ def _axes(run: ReportedRun) -> dict[str, list[float]]:
     last = len(run.records) - 1
     places = np.unique(np.linspace(0, last, min(last + 1, steps.MOST_KNOTS)).round().astype(int))
     axes = {"step": [run.records[place]["step"] for place in places]}
-    if PER_SECOND_NOTE not in run.explanation.notes:
+    if run.explanation.is_timed:
         axes["seconds"] = [round(float(seconds), 3) for seconds in _seconds(run)[places]]
     tokens = [number(record.get("tokens")) for record in run.records]
     if all(tokens):

@@ -20,6 +20,7 @@ from headway.explain.findings.own_time import AddedCost, OwnTime
 from headway.explain.measurement import ASIDE, MATMUL, MeasuredStep, MeasuredTrace
 from headway.explain.phases import PhaseLine
 from headway.explain.ranks import WaitedFor
+from headway.log.losses import StepLoss
 from headway.report import format_share
 from headway.report.quantity import quantity
 from headway.report.step_lines import SLOW
@@ -418,6 +419,8 @@ class RunEvidence(Evidence[RunStep]):
         beside_ns: time of the run outside of its steps, by what it was: "evaluation", "checkpoint", "compile" [ns].
         left_out: records of steps that compiled something and are in no rate.
         beside_by_step: the same time by the step that it came before, where that is known [ns].
+        losses: losses of the run, by step; also of steps whose time is not known.
+        is_timed: whether durations are times; else they say how long steps of equal work take beside each other.
     """
 
     most_mfu = math.inf  # rules compare steps with faster ones, which have shown what can be had
@@ -428,8 +431,12 @@ class RunEvidence(Evidence[RunStep]):
         beside_ns: Mapping[str, int] | None = None,
         left_out: Sequence[RunStep] = (),
         beside_by_step: Mapping[str, Mapping[int, int]] | None = None,
+        losses: Sequence[StepLoss] = (),
+        *,
+        is_timed: bool = True,
     ) -> None:
         super().__init__(steps, beside_ns)
+        self.losses, self.is_timed = losses, is_timed
         self.left_out = left_out
         self.beside_by_step = beside_by_step or {}
 
@@ -445,4 +452,4 @@ class RunEvidence(Evidence[RunStep]):
     @cached_property
     def steady(self) -> "RunEvidence":
         """The run without its slow first steps, and without the time beside the steps."""
-        return RunEvidence(self.steps[self.num_first :])
+        return RunEvidence(self.steps[self.num_first :], is_timed=self.is_timed)

@@ -133,7 +133,7 @@ class StepPauses:
         tracks = [launcher] if launcher != self.measured.loop_track else []
         for own in (*map(self._events_of, tracks), self.own_events):
             overlap = np.minimum(host.end_ns[own], pause.end_ns) - np.maximum(host.start_ns[own], pause.start_ns)
-            candidates = [
+            candidates: list[int] = [
                 i for i in own[2 * overlap > pause.ns].tolist() if not names[host.name[i]].startswith(_SURROUNDINGS)
             ]
             if candidates:

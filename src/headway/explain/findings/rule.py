@@ -28,8 +28,9 @@ OF_A_WHOLE_RUN = (TimeOf.RUN, TimeOf.BESIDE)
 
 
 class FindingPlace(IntEnum):
-    """Place of a finding in the list: findings that name a cause come first, the dearest at the top."""
+    """Place of a finding in the list: losses come first, then findings that name a cause, the dearest at the top."""
 
+    LEARNING = -1  # a run that does not learn, whose speed nobody needs
     CAUSE = 0
     CHOICE = 1  # costs what it does for its result: without it something else would be trained
     LIMIT = 2  # costs nothing yet
@@ -49,6 +50,7 @@ class Observation(NamedTuple):
     time: TimeOf | None = None  # time in which the loss lies, where the observer sees it elsewhere than mostly
     # the cost in each step that has some [ns], by the step's number, of what need not come in every step
     by_step: Mapping[int, float] = MappingProxyType({})
+    when: str = ""  # steps of what costs no time, such as "from step 380"
     once: str = ""  # words for it where it came once or twice, with {} for how long it took at which step
 
 

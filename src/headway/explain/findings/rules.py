@@ -66,14 +66,15 @@ def find(steps: StepEvidence | None = None, run: RunEvidence | None = None) -> t
         beside_ns = sum(counted.beside_ns.values()) if time is TimeOf.BESIDE else 0
         total_ns = beside_ns + (counted.full_ns if time is TimeOf.MACHINE else counted.duration_ns)
         least_ns = observer.least * total_ns
-        observation, when = as_it_came(observation, {step.step for step in counted.steps}, least_ns)
-        place = FindingPlace.PASSING if when else place
+        observation, once = as_it_came(observation, {step.step for step in counted.steps}, least_ns)
+        place = FindingPlace.PASSING if once else place
         lost_ns = max(0, observation.ns - (named_ns if place is FindingPlace.VAGUE else 0))
         # A single pause while others had the core is theirs as well as the loop's.
-        if lost_ns < least_ns or (when and evidence is steps and steps.is_crowded):
+        if lost_ns < least_ns or (once and evidence is steps and steps.is_crowded):
             continue
         finding = _finding(name, place, observation, counted, lost_ns, total_ns, beside_ns)
         # A single pause tells no rate of other steps.
+        when = once or observation.when
         findings[name] = place, replace(finding, when=when, mfu_to=None) if when else finding
         named_ns += finding.ns * counted.num_steps if time is TimeOf.STEPS else 0
         covered += [(line, round(lost_ns)) for line in observer.lines]

@@ -24,6 +24,7 @@ FALLING_HINT = (
     "is fast again, it is not the weights."
 )
 _FEWEST, _LEAST_CHANGE, _MOST_STRAY = 6, 1.25, 0.1  # steps of a part; ratio of the parts; steps on the wrong side
+_MOST_SKIPPED = 0.01  # part of the steps; a dynamic loss scale tries a larger value every one or two thousand steps
 _PROFILE = "a profile (run.profile of `headway train`, `headway.profile` in other loops)"
 
 
@@ -251,9 +252,12 @@ def first_steps(evidence: RunEvidence) -> Observation | None:
     usual_ns = median(step.duration_ns for step in others)
     which = "the first step" if num_first == 1 else f"the first {num_first} steps"
     took = ", ".join(format_duration(step.duration_ns / 1e9) for step in first[:3])
+    comparison = f"{took}, the others {format_duration(usual_ns / 1e9)} (median)"
+    if not evidence.is_timed:
+        comparison = ", ".join(f"{step.duration_ns / usual_ns:.1f}" for step in first[:3]) + " times the others"
     return Observation(
         sum(step.duration_ns - usual_ns for step in first),
-        f"{which} of {len(evidence.steps)} took {took}, the others {format_duration(usual_ns / 1e9)} (median).",
+        f"{which} of {len(evidence.steps)} took {comparison}.",
         "start-up: compiling, the first use of each kernel, the allocator, workers that fill their queues.",
         "nothing in a long run, which is to be judged by its later steps; in many short ones, a cache of compiled "
         "code that is kept (TORCHINDUCTOR_CACHE_DIR).",
@@ -328,6 +332,101 @@ def far_from_compute(evidence: RunEvidence) -> Observation | None:
     )
 
 
+def broken_losses(evidence: RunEvidence) -> Observation | None:
+    """A loss that is NaN or infinite, from some step on or now and then."""
+    lines = [row for row in evidence.losses if row.loss is not None or row.num_nan]
+    broken = [row for row in lines if row.is_broken]
+    if not broken:
+        return None
+    first, last = broken[0].step, lines[-1].step
+    kind = "infinite" if broken[0].loss is not None and math.isinf(broken[0].loss) else "NaN"
+    stays = all(row.is_broken for row in lines if row.step >= first)
+    when = f"from step {first:,} on" if stays and len(broken) > 1 else f"at step {first:,}"
+    if not stays and len(broken) > 1:
+        when = f"in {len(broken):,} of {len(lines):,} lines, first at step {first:,}"
+    until = f", to step {last:,}, the last" if stays and len(broken) > 1 else ""
+    return Observation(
+        0,
+        f"loss is {kind} {when}{until}.",
+        "numbers overflow: a learning rate that is too high, float16 without a loss scale, a division by zero in the "
+        "loss (a batch without labels), or a batch with broken values.",
+        f"the last checkpoint before step {first:,}, with the same batches: torch.autograd.set_detect_anomaly(True) "
+        "names the operator; then a lower learning rate, a longer warm-up, or clipping.",
+        when=when,
+    )
+
+
+def broken_gradients(evidence: RunEvidence) -> Observation | None:
+    """Norms of gradients that are NaN or infinite, or that have grown tenfold for good."""
+    lines = [(row.step, row.grad_norm) for row in evidence.losses if row.grad_norm is not None]
+    broken = [step for step, norm in lines if not math.isfinite(norm)]
+    if broken and any(row.is_broken and row.step <= broken[0] for row in evidence.losses):
+        return None  # gradients of a broken loss have no cause of their own
+    if broken:
+        when = f"in {len(broken):,} of {len(lines):,} lines, first at step {broken[0]:,}"
+        return Observation(
+            0,
+            f"the gradients' norm is NaN or infinite {when}.",
+            "gradients overflow, in float16 or in a step whose loss is not finite; an update by them breaks weights.",
+            "bfloat16, or a loss scale; updates by such gradients left out; the batches of these steps.",
+            when=when,
+        )
+    if len(lines) < 4 * _FEWEST:
+        return None
+    usual, end = (median(norm for _, norm in part) for part in (lines, lines[-max(3, len(lines) // 10) :]))
+    if end <= 10 * usual or usual <= 0:
+        return None
+    step = next(step for step, norm in lines if norm > 10 * usual)
+    return Observation(
+        0,
+        f"the gradients' norm is {end:.3g} at the end and was {usual:.3g} in the median, tenfold since step {step:,}.",
+        "training diverges: a learning rate that is too high, or data of another kind.",
+        "a lower learning rate or clipping, from the last checkpoint before that step.",
+        when=f"from step {step:,} on",
+    )
+
+
+def rising_loss(evidence: RunEvidence) -> Observation | None:
+    """A loss that rose and has not come back to where it was."""
+    lines = [(row.step, row.loss) for row in evidence.losses if row.loss is not None and math.isfinite(row.loss)]
+    if len(lines) < 4 * _FEWEST or min(loss for _, loss in lines) <= 0:
+        return None
+    window = max(3, len(lines) // 20)
+    levels = [median(loss for _, loss in lines[n : n + window]) for n in range(len(lines) - window + 1)]
+    lowest = min(range(len(levels)), key=levels.__getitem__)
+    jumps = [abs(after - before) for (_, before), (_, after) in pairwise(lines)]
+    # A fifth, and more than steps scatter: data of several kinds move a loss by some per cent.
+    if levels[-1] < 1.2 * levels[lowest] or levels[-1] - levels[lowest] < 4 * median(jumps):
+        return None
+    middle = (levels[-1] + levels[lowest]) / 2
+    step = next(step for step, loss in lines[lowest:] if loss > middle)
+    return Observation(
+        0,
+        f"loss rose from {levels[lowest]:.4g} (about step {lines[lowest][0]:,}) to {levels[-1]:.4g} at the end; it was "
+        f"above the middle first at step {step:,}.",
+        "training diverges (a learning rate that is too high), or the data changed there.",
+        "the last checkpoint before that step, with a lower learning rate, or other data there.",
+        when=f"from about step {step:,} on",
+    )
+
+
+def skipped_updates(evidence: RunEvidence) -> Observation | None:
+    """Updates that were left out, more than a loss scale that looks for its value does."""
+    skipping = [row for row in evidence.losses if row.num_skipped]
+    count = sum(row.num_skipped for row in skipping)
+    num_steps = max(len(evidence.losses), evidence.losses[-1].step - evidence.losses[0].step) if skipping else 0
+    if count < max(2, _MOST_SKIPPED * num_steps):
+        return None
+    first = skipping[0].step
+    return Observation(
+        0,
+        f"{count:,} updates were left out, the first by step {first:,}: the weights learn nothing from these steps.",
+        "gradients that are not finite: in float16 the loss scale falls until they are; otherwise the loss overflows.",
+        "the loss scale (it should stay above 1), bfloat16, a lower learning rate, and the batches of these steps.",
+        when=f"{count:,} times, first by step {first:,}",
+    )
+
+
 def _alike(evidence: RunEvidence) -> str:
     """Remark that nearly all steps have as many tokens, so that their work is the same; "" if they differ."""
     tokens = [step.tokens for step in evidence.steps if step.tokens]
@@ -347,6 +446,10 @@ def _mfu(mfu: float) -> str:
 
 
 RULES = (
+    Rule("loss-not-finite", in_records=RuleObserver(broken_losses, 0.0, TimeOf.RUN, FindingPlace.LEARNING)),
+    Rule("unstable-gradients", in_records=RuleObserver(broken_gradients, 0.0, TimeOf.RUN, FindingPlace.LEARNING)),
+    Rule("skipped-updates", in_records=RuleObserver(skipped_updates, 0.0, TimeOf.RUN, FindingPlace.LEARNING)),
+    Rule("rising-loss", in_records=RuleObserver(rising_loss, 0.0, TimeOf.RUN, FindingPlace.LEARNING)),
     # After the first steps nothing should be compiled at all; of a run their number counts.
     Rule(
         "recompilation",
