@@ -16,10 +16,9 @@ from headway.devices import named_device
 from headway.errors import UnknownDeviceError
 from headway.explain.breakdown import NO_ATTENTION, NO_KERNEL, break_down
 from headway.explain.explanation import StepWaterfall
-from headway.predict.held import State
 from headway.predict.kernel_bytes import Kernels
 from headway.predict.memory import MemoryPlan
-from headway.predict.recipe import recompute_of, state_of
+from headway.predict.recipe import State, recompute_of, state_of
 from headway.predict.speeds import Speeds
 from headway.predict.step_time import StepTimes, StepWork
 from headway.report.step_lines import NAMES

@@ -15,9 +15,11 @@ from headway.count.activations import SavedActivations, shipped_activations
 from headway.count.models import load_cost_model
 from headway.data.collate import Batch
 from headway.errors import PlanError
-from headway.predict.fitting import USABLE, memory_plan
+from headway.predict.fitting import USABLE
 from headway.predict.memory import MemoryPlan
-from headway.predict.recipe import learning_model, precision_of
+from headway.predict.predictor import Predictor
+from headway.predict.recipe import precision_of
+from headway.predict.saved import learning_model
 from headway.tracing import trace
 from headway.tracing.activations import saved_of_config
 
@@ -74,8 +76,8 @@ def predicted_memory(
     tokens_padded, patches_padded = (
         max(len(lengths) * max(lengths, default=0) for lengths in of_packs) for of_packs in (of_segments, of_pictures)
     )
-    learning = learning_model(config.model, cost_model)
-    return memory_plan(config, learning, saved, 1, slots, patches, (tokens_padded, patches_padded))
+    predictor = Predictor(learning_model(config.model, cost_model), saved)
+    return predictor.memory(config, 1, (slots, patches), (tokens_padded, patches_padded))
 
 
 def saved_of(setup: Setup, config: TrainConfig, layers: int, *, is_small: bool) -> dict[str, SavedActivations]:

@@ -12,7 +12,7 @@ import functools
 import json
 import statistics
 import tempfile
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,22 +23,16 @@ import headway.predict.saved
 from headway.cli.plan import named_recipe, speeds_of
 from headway.config import TrainConfig
 from headway.config.read import with_overrides
-from headway.count import CostModel, Workload
-from headway.count.activations import SavedByPrecision
+from headway.count import Workload
 from headway.count.units import head_features
 from headway.devices import Device, named_device
 from headway.packing.mesh import MeshShape
-from headway.predict.collectives import Links
-from headway.predict.communication import Exchanges
-from headway.predict.fitting import memory_plan
-from headway.predict.forecast import Forecaster
-from headway.predict.held import State
+from headway.predict.activations import BFLOAT16
+from headway.predict.communication import Exchanges, Links
 from headway.predict.kernel_bytes import Kernels
 from headway.predict.memory import MemoryPlan
-from headway.predict.moments import BFLOAT16
-from headway.predict.prediction import Predictor
-from headway.predict.recipe import learning_model
-from headway.predict.saved import saved_of_recipe
+from headway.predict.predictor import Predictor
+from headway.predict.recipe import State
 from headway.predict.speeds import ATTENTION_KERNELS, Speeds
 from headway.predict.step_time import TimeLine
 from record import RESULTS, describe_environment, environment, markdown_table, result_paths, write
@@ -108,18 +102,17 @@ def predicted(row: dict[str, Any], models: dict[str, Any], folder: Path) -> dict
     device = named_device(row["device"])
     if "memory_tb_per_s" in row:
         device = replace(device, memory_bytes_per_s=row["memory_tb_per_s"] * 1e12)
-    saved = saved_of_recipe(config)
-    planned = Predictor.of(config, cost_model, saved, device=device).at(config, devices)
+    planned = Predictor.of(config, cost_model, device=device).at(config, devices)
     links = Links.of_device(device, per_node=row.get("per_node")) if devices > 1 else None
-    learning, speeds = learning_model(config.model, cost_model), speeds_of(config, cost_model, device, devices)
+    speeds = speeds_of(config, cost_model, device, devices)
     if "attention" in row:
         speeds = with_kernel(speeds, device, row["attention"])
     # what other engines do: optimizers update in one pass, some losses are one kernel, rows for experts have kernels
     # of their own, and dispatchers send as many rows of a token as a row says
     kernels = Kernels(update="one pass", fuses_loss="loss" in row.get("fused", ()), sorts_rows=False)
-    forecaster = Dispatching(learning, saved, speeds, devices, links, kernels=kernels)
-    forecaster.rows_of_token = row.get("rows_of_token")
-    time = forecaster.predict(config, planned.packs)
+    predictor = Dispatching.of(config, cost_model, speeds=speeds, links=links, kernels=kernels,
+                               rows_of_token=row.get("rows_of_token"))  # fmt: skip
+    learning, time = predictor.cost_model, predictor.time(config, planned.work, devices)
     biases = BIAS_BYTES.keys() if "biases" in row.get("unfused", ()) else ()
     added = speeds.moving_s(
         sum(
@@ -137,25 +130,23 @@ def predicted(row: dict[str, Any], models: dict[str, Any], folder: Path) -> dict
     return {
         "predicted_tokens_per_s": [rate / devices for rate in time.tokens_per_s],
         "predicted_mfu": [language / planned.packs.flops.total * mfu for mfu in time.mfu],
-        "predicted_memory_gib": memory_of(row, config, learning, saved, planned.memory) / GIB,
+        "predicted_memory_gib": memory_of(row, config, predictor, planned.memory) / GIB,
     }
 
 
-def memory_of(
-    row: dict[str, Any], config: TrainConfig, learning: CostModel, saved: SavedByPrecision, planned: MemoryPlan
-) -> int:
+def memory_of(row: dict[str, Any], config: TrainConfig, predictor: Predictor, planned: MemoryPlan) -> int:
     """Plan the fullest device's memory as the engine of a row holds it, and as its page prints it [bytes].
 
     Args:
         row: `bytes_per_logit` is what its loss holds, or reserves, where that is fullest; `keeps` names linear modules
             whose results its checkpointing keeps beside attention's; `gradients` may come "at once".
         config: the recipe.
-        learning: cost model, with adapters in place.
-        saved: what autograd saves of the model, by precision.
+        predictor: of its model.
         planned: by the recipe alone.
     """
     if "bytes_per_logit" not in row:
         return planned.peak
+    learning = predictor.cost_model
     tokens, features = row["sequence"] * row["micro_batch"], head_features(learning)
     assert features is not None
     logits = tokens * features[1]
@@ -163,7 +154,7 @@ def memory_of(
     # without logits: as forward ends, and at the fullest point of backward
     settings = ["speed.loss_chunk=1", *(["speed.recompute=full,-attention"] if keeps else [])]
     bare = with_overrides(config.to_dict(), settings)
-    memory = memory_plan(bare, learning, saved, row["devices"], tokens, 0)
+    memory = predictor.memory(bare, row["devices"], (tokens, 0))
     forward = memory.at("forward")
     points = [forward.total - forward.parts["head"] + row["bytes_per_logit"] * logits, memory.peak]
     if row.get("gradients") == "at once":  # beside those of earlier packs, as long as the loop holds logits
@@ -172,7 +163,8 @@ def memory_of(
     return max(points) + (BFLOAT16 * tokens * kept if keeps else 0)
 
 
-class Dispatching(Forecaster):
+@dataclass(frozen=True)
+class Dispatching(Predictor):
     """Predicts steps of an engine that sends a token's hidden state so many times, all that belongs to it included.
 
     Attributes:
@@ -181,11 +173,10 @@ class Dispatching(Forecaster):
 
     rows_of_token: int | None = None
 
-    def _exchanges_of(
-        self, config: TrainConfig, precision: str, pack: Workload, state: State, shape: MeshShape
-    ) -> Exchanges:
-        exchanges = super()._exchanges_of(config, precision, pack, state, shape)
-        features = head_features(self._cost_model)
+    def exchanges(self, config: TrainConfig, pack: Workload, state: State, shape: MeshShape) -> Exchanges:
+        """List exchanges with the engine's own dispatch."""
+        exchanges = super().exchanges(config, pack, state, shape)
+        features = head_features(self.cost_model)
         if self.rows_of_token is None or features is None:
             return exchanges
         row_bytes = pack.slots * features[0] * state.compute_bytes

@@ -20,11 +20,11 @@ from headway.cli.plan import named_recipe
 from headway.cli.scale_text import size_record
 from headway.devices import Device, named_device
 from headway.packing import Budget, Items, Order, Plan, measure
-from headway.predict.collectives import Links
+from headway.predict.communication import Links
 from headway.predict.failures import Reliability
-from headway.predict.prediction import Predictor
-from headway.predict.saved import saved_of_recipe
-from headway.predict.scale import at_size, enough_lengths, sized
+from headway.predict.lengths import enough_lengths
+from headway.predict.predictor import Predictor
+from headway.predict.scale import at_size, sized
 from headway.predict.speeds import Speeds
 from record import RESULTS, describe_environment, environment, markdown_table, result_paths, write
 
@@ -109,8 +109,7 @@ def predictor_of(recipe: str, device: Device, settings: tuple[str, ...]) -> tupl
     cost_model, config = named_recipe(recipe, settings)
     links = Links.of_device(device)
     assert links is not None
-    saved, speeds = saved_of_recipe(config), Speeds.of_device(device, "bf16")
-    return Predictor.of(config, cost_model, saved, speeds=speeds, links=links), config
+    return Predictor.of(config, cost_model, speeds=Speeds.of_device(device, "bf16"), links=links), config
 
 
 def render(record: dict[str, Any]) -> str:

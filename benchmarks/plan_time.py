@@ -36,13 +36,11 @@ from headway.devices.ceilings import matmul_ceiling
 from headway.devices.model_rates import model_rates
 from headway.models.attention import attend
 from headway.optim import Optimizer
-from headway.predict.block_times import timed_blocks
-from headway.predict.blocks import with_blocks
-from headway.predict.forecast import Forecaster
-from headway.predict.measured_data import joined
+from headway.predict.block_times import timed_blocks, with_blocks
+from headway.predict.lengths import joined
 from headway.predict.packs import plan_packs
-from headway.predict.recipe import learning_model
-from headway.predict.saved import saved_as_trained
+from headway.predict.predictor import Predictor
+from headway.predict.saved import learning_model, saved_as_trained
 from headway.predict.speeds import Speeds
 from headway.predict.step_time import StepForecast, shapes_of
 from headway.synthetic.digits import write_digits, write_reader
@@ -167,7 +165,7 @@ def predict(config: TrainConfig, speeds: Speeds) -> StepForecast:
     packs = plan_packs(config, learning, config.parallel.mesh_shape(1), "none", ("digits", lengths))
     assert packs is not None
     saved = SavedByPrecision(partial(saved_as_trained, config.model))
-    return Forecaster(learning, saved, speeds, 1, None).predict(config, packs)
+    return Predictor(learning, saved, speeds=speeds).time(config, packs, 1)
 
 
 def render(record: dict[str, Any]) -> str:

@@ -22,8 +22,9 @@ from headway.cli.plan import named_recipe
 from headway.count import CostModel
 from headway.packing import Budget, Items, Order, Plan
 from headway.packing.budget import grid_costs
-from headway.predict.recipe import learning_model
-from headway.predict.scale import enough_lengths, sized
+from headway.predict.lengths import enough_lengths
+from headway.predict.saved import learning_model
+from headway.predict.scale import sized
 from record import RESULTS, describe_environment, environment, markdown_table, result_paths, write
 
 RECIPES = (

@@ -28,8 +28,9 @@ from headway.config import TrainConfig
 from headway.count import load_cost_model
 from headway.count.activations import shipped_activations
 from headway.count.models import shipped_name
-from headway.predict.prediction import Predictor
+from headway.predict.predictor import Predictor
 from headway.predict.recipe import precision_of
+from headway.predict.saved import learning_model
 from headway.tracing import trace
 from headway.tracing.activations import saved_by_block
 from headway.tracing.build import model_on_shapes
@@ -103,7 +104,7 @@ def _planned(config: TrainConfig) -> dict[str, int]:
         model: Any = model_on_shapes(model_of(config), torch.float32)
         cost_model = trace(model)
         saved = saved_by_block(model, autocast=torch.bfloat16 if precision == "bfloat16-autocast" else None)
-    return Predictor.of(config, cost_model, {precision: saved}).at(config, 1).memory.to_dict()
+    return Predictor(learning_model(config.model, cost_model), {precision: saved}).at(config, 1).memory.to_dict()
 
 
 def render(record: dict[str, Any]) -> str:

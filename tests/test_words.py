@@ -10,7 +10,7 @@ from headway.data.pool import Job, Pool
 from headway.data.samples import Origin, SampleError
 from headway.errors import ConfigError, DataError, UsageError, errors_in
 from headway.packing.budget import Budget, Size, over_budget
-from headway.predict.packs import no_lengths
+from headway.predict.lengths import no_lengths
 from headway.train.run_folder import refuse_existing_run
 from headway.words import RUN_KEYS, Argument, Keys, Options, adopt, current_words, speaking
 

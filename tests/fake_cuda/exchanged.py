@@ -29,7 +29,8 @@ from headway.models.parallel.shard import reduce_gradients
 from headway.models.precision import Precision, use_float8
 from headway.predict.communication import Exchanges
 from headway.predict.exchanges import exchanges_of
-from headway.predict.recipe import learning_model, sharing_of, state_of
+from headway.predict.recipe import sharing_of, state_of
+from headway.predict.saved import learning_model
 from headway.tracing.activations import saved_of_config
 from headway.train.build import build_trained
 

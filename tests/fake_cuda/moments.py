@@ -34,8 +34,8 @@ from headway.objectives.preferences.reference import Scoring
 from headway.optim import make_optimizer
 from headway.optim.ema import WeightAverage
 from headway.optim.optimizer import Optimizer, set_learning_rate, take_step
-from headway.predict.fitting import memory_plan
 from headway.predict.memory import MemoryPlan
+from headway.predict.predictor import Predictor
 from headway.predict.recipe import frozen_forward
 from headway.predict.saved import saved_of_partly_trained
 from headway.tracing import trace
@@ -167,7 +167,7 @@ def predicted(kind: str, config: TrainConfig, batch: Batch, *, devices: int = 1)
     cost_model = cost_model.freeze(config.model.freeze)
     if config.model.lora is not None:
         cost_model = cost_model.lora(config.model.lora.rank, config.model.lora.targets)
-    return memory_plan(config, cost_model, saved, devices, batch.slots, batch.workload.patches)
+    return Predictor(cost_model, saved).memory(config, devices, (batch.slots, batch.workload.patches))
 
 
 def batch_of(kind: str, model: Any, config: TrainConfig) -> Batch:

@@ -17,7 +17,7 @@ from headway.models.blocks import blocks
 from headway.models.compiling import CompileWatch, compile_blocks
 from headway.models.lora import adapter_modules, add_adapters, initialise_adapters
 from headway.models.recompute import _ATTENTION, checkpointed, checkpointed_but, recompute_blocks
-from headway.predict.recompute import block_bytes
+from headway.predict.activations import block_bytes
 from headway.tracing.activations import saved_by_block
 from helpers import models
 from helpers.counter import attention_calls

@@ -9,8 +9,8 @@ from headway.count.activations import SavedActivations, SavedBlock
 from headway.errors import ConfigError
 from headway.models.load import load_model
 from headway.optim import freeze, learning_rate, make_optimizer, parameter_groups, set_learning_rate
-from headway.predict.held import Sharing, State
 from headway.predict.memory import plan_memory
+from headway.predict.recipe import Sharing, State
 from headway.tracing import trace
 from helpers.models import tiny_config
 

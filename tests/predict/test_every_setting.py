@@ -12,13 +12,11 @@ from headway.count.activations import shipped_activations
 from headway.devices import named_device
 from headway.errors import PlanError
 from headway.packing.mesh import MeshShape
-from headway.predict.collectives import Links
+from headway.predict.communication import Links
 from headway.predict.exchanges import exchanges_of
-from headway.predict.held import Sharing, State
 from headway.predict.memory import plan_memory
-from headway.predict.prediction import Predictor
-from headway.predict.recipe import with_copies
-from headway.predict.saved import saved_of_recipe
+from headway.predict.predictor import Predictor
+from headway.predict.recipe import Sharing, State, with_copies
 
 BASE = ("plan.mix=chats", "data.tokens_per_pack=8192", "optim.accumulation=2")
 DENSE, EXPERTS = "llama-3.1-8b", "qwen3-30b-a3b"
@@ -108,9 +106,8 @@ def planned(settings, model=DENSE):
     cost_model, config = named_recipe(model, (*BASE, *settings))
     device, count = named_device("H100"), config.plan.devices or 8
     config = with_copies(config, count)
-    saved = saved_of_recipe(config)
     speeds, links = speeds_of(config, cost_model, device, count), Links.of_device(device)
-    run = Predictor.of(config, cost_model, saved, device=device, speeds=speeds, links=links).at(config, count)
+    run = Predictor.of(config, cost_model, device=device, speeds=speeds, links=links).at(config, count)
     return run.step_s / run.step.tokens, run.memory.peak
 
 

@@ -9,7 +9,7 @@ from fake_cuda.moments import settings
 from headway.count import Workload
 from headway.packing.mesh import MeshShape
 from headway.predict.exchanges import distinct_ranks, exchanges_of
-from headway.predict.held import Sharing, State
+from headway.predict.recipe import Sharing, State
 from headway.tracing.activations import saved_of_config
 from helpers.models import tiny_config, tiny_ledger
 

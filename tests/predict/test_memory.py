@@ -11,8 +11,8 @@ from headway.config.optim import OptimConfig
 from headway.count import Workload, load_cost_model
 from headway.count.activations import shipped_activations
 from headway.optim import make_optimizer
-from headway.predict.held import Sharing, State
 from headway.predict.memory import plan_memory
+from headway.predict.recipe import Sharing, State
 from headway.tracing import trace
 from headway.tracing.activations import saved_by_block
 from headway.tracing.build import model_class

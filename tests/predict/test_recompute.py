@@ -11,15 +11,8 @@ from headway import Workload, load_cost_model
 from headway.count.activations import SavedActivations, SavedBlock, shipped_activations
 from headway.count.recompute import recomputed_blocks
 from headway.errors import PlanError
-from headway.predict.recompute import (
-    BlockBytes,
-    BlockFlops,
-    block_bytes,
-    block_flops,
-    least_recomputed,
-    least_within,
-    most_kept,
-)
+from headway.predict.activations import BlockBytes, block_bytes
+from headway.predict.recompute import BlockFlops, block_flops, least_recomputed, least_within, most_kept
 
 KINDS = ("attention", "projections", "mlp")
 LEVELS = [frozenset(KINDS[:count]) for count in range(4)]

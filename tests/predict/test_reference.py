@@ -6,9 +6,8 @@ from fake_cuda.moments import run_moments, settings
 from fake_cuda.shared import run_shared
 from headway.cli.plan import named_recipe, speeds_of
 from headway.devices import named_device
-from headway.predict.collectives import Links
-from headway.predict.prediction import Predictor
-from headway.predict.saved import saved_of_recipe
+from headway.predict.communication import Links
+from headway.predict.predictor import Predictor
 
 MODEL = "llama-3.1-8b"
 BASE = ("plan.mix=chats", "data.tokens_per_pack=8192")
@@ -19,9 +18,9 @@ NONE = "preference.loss=simpo"
 def planned(*given, device="H100", devices=8):
     """A recipe's packs, and its mean step on some devices."""
     cost_model, config = named_recipe(MODEL, (*BASE, *given))
-    kind, saved = named_device(device), saved_of_recipe(config)
+    kind = named_device(device)
     speeds, links = speeds_of(config, cost_model, kind, devices), Links.of_device(kind)
-    run = Predictor.of(config, cost_model, saved, device=kind, speeds=speeds, links=links).at(config, devices)
+    run = Predictor.of(config, cost_model, device=kind, speeds=speeds, links=links).at(config, devices)
     return run, run.step, speeds
 
 

@@ -10,13 +10,13 @@ from headway.devices import named_device
 from headway.errors import ConfigError, PlanError
 from headway.packing import Budget, Items, Order, Plan, measure
 from headway.packing.lengths import MIXES, LengthTable
-from headway.predict.collectives import Links
+from headway.predict.communication import Links
 from headway.predict.failures import Reliability
-from headway.predict.packs import STEPS, repeated
-from headway.predict.prediction import Predictor
-from headway.predict.scale import at_size, enough_lengths, sized, sizes_of
-from headway.predict.slices import padding_of
+from headway.predict.lengths import STEPS, enough_lengths, repeated
+from headway.predict.predictor import Predictor
+from headway.predict.scale import at_size, sized, sizes_of
 from headway.predict.speeds import Speeds
+from headway.predict.weights import padding_of
 from helpers.processes import ROOT
 
 H100 = named_device("H100")
@@ -55,7 +55,7 @@ def test_fill_and_balance_are_those_of_the_planner_at_that_size(settings, device
 
 def test_fewer_steps_of_many_ranks_say_the_same(monkeypatch):
     at_length = predicted(recipe(), 1024)
-    monkeypatch.setattr("headway.predict.scale._MANY_SAMPLES", 1)
+    monkeypatch.setattr("headway.predict.lengths._MANY_SAMPLES", 1)
     shortly = predicted(recipe(), 1024)
     assert (at_length.planned_steps, shortly.planned_steps) == (16, 4)  # the bound is that of docs/planning.md
     assert shortly.time.step_s == pytest.approx(at_length.time.step_s, rel=5e-3)
@@ -107,12 +107,12 @@ def test_few_lengths_are_drawn_from_until_there_are_enough(tmp_path, monkeypatch
     (_, found), steps = enough_lengths(config, load_cost_model("qwen2.5-7b"), config.parallel.mesh_shape(8))
     assert steps == 16
     assert found.tokens.sum() > 16 * 8 * 8192
-    monkeypatch.setattr("headway.predict.scale._MANY_SAMPLES", 1700)
+    monkeypatch.setattr("headway.predict.lengths._MANY_SAMPLES", 1700)
     assert enough_lengths(config, load_cost_model("qwen2.5-7b"), config.parallel.mesh_shape(8))[1] == 8
 
 
 def test_fewer_steps_are_planned_where_samples_run_out(monkeypatch):
-    monkeypatch.setattr("headway.predict.scale.MOST_SAMPLES", 2000)
+    monkeypatch.setattr("headway.predict.lengths.MOST_SAMPLES", 2000)
     config = recipe()
     (_, found), steps = enough_lengths(config, load_cost_model("qwen2.5-7b"), config.parallel.mesh_shape(32))
     assert 2 <= steps < STEPS

@@ -11,10 +11,11 @@ from headway.count import CostModel, Workload, load_cost_model
 from headway.count.activations import SavedActivations, SavedBlock, shipped_activations
 from headway.count.rows import Gradient, Parameter, Row
 from headway.devices import named_device
-from headway.predict.held import State
-from headway.predict.kernel_bytes import Kernels, clipping_bytes, loss_bytes, routed_values, update_bytes
+from headway.predict.kernel_bytes import Kernels, clipping_bytes, loss_bytes, update_bytes
+from headway.predict.recipe import State
 from headway.predict.speeds import HEAD_SIZE, PRODUCTS, Cases, Speeds
 from headway.predict.step_time import StepTimes, StepWork, product_shape, shapes_of
+from headway.predict.weights import values_of_experts
 
 SPEEDS = Speeds("mine", 100.0, Cases.exact(10.0), "", {(8, 4, 2): 50.0}, {8: (20.0, 10.0)}, host_s=0.0)
 EAGER = State(compute_bytes=4)
@@ -238,9 +239,12 @@ def test_rows_for_experts_are_sorted_and_added_up_by_index():
         # of 48 layers: eight rows of 2,048 numbers a token, twice at 0.22 of the rate; its router's choice and sorts
         slower = 2 * 2 * 8 * 2048 * 8192 / (0.8 * 4.8e12) * (1 / 0.22 - 1)
         assert added == pytest.approx(48 * (slower + sorts * (110e-6 + 8192 * 8.5e-9)))
-    dense = load_cost_model("qwen3-8b")
-    assert routed_values(dense) == {}
-    assert {*routed_values(load_cost_model("deepseek-v2-lite")).values()} == {6 * 2048}  # shared ones are not chosen
+    routed = {
+        name: values_of_experts(load_cost_model(name), shipped_activations(name, "bfloat16"))
+        for name in ("qwen3-8b", "deepseek-v2-lite")
+    }
+    assert routed["qwen3-8b"] == {}
+    assert {*routed["deepseek-v2-lite"].values()} == {6 * 2048}  # shared ones are not chosen
 
 
 def test_an_update_counts_the_bytes_of_all_its_passes():

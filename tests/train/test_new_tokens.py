@@ -21,7 +21,7 @@ from headway.errors import ConfigError
 from headway.models.load import load_model, load_processor
 from headway.models.load import load_model_config as load_architecture
 from headway.models.new_rows import NEW_ROWS, embedding_rows
-from headway.predict.recipe import learning_model
+from headway.predict.saved import learning_model
 from headway.train.run import train
 from helpers.processes import TRAIN, run_processes
 from helpers.runs import read_metrics

@@ -190,8 +190,7 @@ def test_two_objectives_are_one_too_many(raw):
 def test_a_plan_does_not_run_a_users_file(raw, tmp_path):
     """What strangers wrote in a recipe runs only where somebody trains by it."""
     from headway.models.load import load_model
-    from headway.predict.prediction import Predictor
-    from headway.predict.saved import saved_of_recipe
+    from headway.predict.predictor import Predictor
     from headway.tracing import trace
 
     mine = tmp_path / "mine.py"
@@ -199,5 +198,5 @@ def test_a_plan_does_not_run_a_users_file(raw, tmp_path):
     raw["objective"] = f"{mine}:Distil"
     config = parse_config(raw)
     ledger = trace(load_model(config.model.path, random_init=True, device="meta"))
-    planned = Predictor.of(config, ledger, saved_of_recipe(config)).at(config, 1)
+    planned = Predictor.of(config, ledger).at(config, 1)
     assert any("computes beside the model is not planned" in note for note in planned.notes)

@@ -7,8 +7,7 @@ import pytest
 from headway.cli.plan_data import lengths_of_data
 from headway.cli.resolve import resolve_ledger
 from headway.config import parse_config
-from headway.predict.prediction import Predictor
-from headway.predict.saved import saved_of_recipe
+from headway.predict.predictor import Predictor
 from headway.train.run import train
 from helpers.rollouts import write_pairs
 from helpers.runs import read_metrics, write_model
@@ -28,7 +27,7 @@ def test_a_plan_has_the_flops_of_the_run(raw, tmp_path, monkeypatch, reference):
         raw["model"]["lora"] = {"rank": 4, "targets": ["q_proj", "down_proj"]}
     config = parse_config(raw)
     ledger = resolve_ledger(config.model)
-    planned = Predictor.of(config, ledger, saved_of_recipe(config)).at(config, 1, lengths_of_data(config, ledger))
+    planned = Predictor.of(config, ledger).at(config, 1, lengths_of_data(config, ledger))
     train(config)
     steps = [r for r in read_metrics(Path(raw["run"]["folder"]) / "metrics.jsonl") if r["kind"] == "step"]
     assert len(steps) > 3

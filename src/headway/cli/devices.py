@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from headway.devices import Ceiling, Device
     from headway.devices.measure import Measurement
     from headway.devices.model_rates import ModelRates
-    from headway.predict.blocks import TimedBlocks
+    from headway.predict.block_times import TimedBlocks
 
 
 _TEXT_WIDTH = 100

@@ -9,7 +9,7 @@ from headway.errors import PlanError, UsageError
 
 if TYPE_CHECKING:
     from headway.devices import Device
-    from headway.predict.collectives import Links
+    from headway.predict.communication import Links
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class LinkOptions:
         Raises:
             UsageError: links are given, and no device.
         """
-        from headway.predict.collectives import Links
+        from headway.predict.communication import Links
 
         if device is None:
             if self._are_given:

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from headway.devices import Device
     from headway.packing.lengths import LengthTable
     from headway.predict.failures import Reliability
-    from headway.predict.prediction import Prediction, Predictor
+    from headway.predict.prediction import Prediction
+    from headway.predict.predictor import Predictor
     from headway.predict.speeds import Speeds
 
 _PACK = 8192  # tokens of a pack, where MODEL alone is named
@@ -156,8 +157,7 @@ def plan(
     Example: headway plan qwen3-8b --device H100 --devices 8 --tokens 1e9
     """
     from headway.devices import named_device
-    from headway.predict.prediction import Predictor
-    from headway.predict.saved import saved_of_recipe
+    from headway.predict.predictor import Predictor
 
     segments = work.segments or tokens_per_sample
     _refuse(
@@ -173,7 +173,7 @@ def plan(
         raise UsageError(
             f"--epochs {length.epochs:g} needs data that end: give --data, --lengths or --samples, or --tokens instead."
         )
-    predictor = Predictor.of(config, cost_model, saved_of_recipe(config), device=target)
+    predictor = Predictor.of(config, cost_model, device=target)
     rows = 0 if data else length.rows(own, lengths)
     run = RunRequest(config, cost_model, predictor, pattern, own, length, rows, price)
     if offers.are_given:
@@ -198,7 +198,7 @@ def _print_plan(
     Raises:
         typer.Exit: the run does not fit the device; exit code 1.
     """
-    from headway.predict.packs import lengths_in_turn, no_lengths
+    from headway.predict.lengths import lengths_in_turn, no_lengths
     from headway.predict.recipe import with_copies
 
     config, predictor = with_copies(run.config, count), run.predictor
@@ -349,7 +349,7 @@ def speeds_of(config: "TrainConfig", cost_model: "CostModel", device: "Device | 
     Raises:
         PlanError: the device's peak or bandwidth is not known; or none is named, and the run is not for this machine.
     """
-    from headway.predict.blocks import with_blocks
+    from headway.predict.block_times import with_blocks
     from headway.predict.recipe import precision_of
     from headway.predict.speeds import Speeds
 

@@ -19,9 +19,10 @@ if TYPE_CHECKING:
     from headway.data.sources import Source
     from headway.packing.items import Policies
     from headway.packing.lengths import LengthTable
-    from headway.predict.measured_data import MeasuredData
+    from headway.predict.lengths import MeasuredData
     from headway.predict.packs import Packs
-    from headway.predict.prediction import Prediction, Predictor, RunTotals
+    from headway.predict.prediction import Prediction, RunTotals
+    from headway.predict.predictor import Predictor
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ def measured_data(data: list[str], config: "TrainConfig", cost_model: "CostModel
         from headway.data.sources import open_source
         from headway.data.sources.opening import own_names
         from headway.hub import located
-        from headway.predict.measured_data import MeasuredData, making_s
+        from headway.predict.lengths import MeasuredData, making_s
         from headway.train.data import named_parts, open_dataset
 
     data = list(dict.fromkeys(data))
@@ -153,7 +154,7 @@ def _indexed(
 ) -> "tuple[list[LengthIndex], LengthTable]":
     """Indices of datasets, and their lengths as packs hold them: a prompt once where the run and the model do so."""
     from headway.data.processor_settings import ProcessorSettings
-    from headway.predict.measured_data import joined
+    from headway.predict.lengths import joined
 
     settings = ProcessorSettings.of(**config.of_processor())
     indices = build_indices(sources, config.model.path, config.data.max_characters, settings=settings)

@@ -171,7 +171,7 @@ def _residual(planned: "Prediction") -> dict[str, Any] | None:
 
 
 def _memory_table(planned: "Prediction") -> str:
-    from headway.predict.moments import PARTS
+    from headway.predict.memory import PARTS
 
     memory, residual = planned.memory, _residual(planned)
     fullest = memory.fullest

@@ -152,9 +152,8 @@ def _print_dry_run(config: "TrainConfig", *, devices: int | None, device: str | 
         typer.Exit: the run does not fit the device; exit code 1.
     """
     from headway.devices import named_device
-    from headway.predict.prediction import Predictor
+    from headway.predict.predictor import Predictor
     from headway.predict.recipe import with_copies
-    from headway.predict.saved import saved_of_recipe
 
     count = devices or config.plan.devices or 1
     name = device or config.plan.device
@@ -164,7 +163,7 @@ def _print_dry_run(config: "TrainConfig", *, devices: int | None, device: str | 
     if target is None:
         config = _of_this_machine(config)
     lengths = lengths_of_data(config, cost_model, strict=True)
-    planned = Predictor.of(config, cost_model, saved_of_recipe(config), device=target).at(config, count, lengths)
+    planned = Predictor.of(config, cost_model, device=target).at(config, count, lengths)
     print_result(planned.to_dict, lambda: dry_run_text(planned), as_json=as_json)
     if planned.fits is False:
         raise typer.Exit(1)

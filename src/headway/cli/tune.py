@@ -1,5 +1,6 @@
 """`headway tune`: which packing length, accumulation, recomputation and sharing trains a recipe fastest."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,7 +11,7 @@ from headway.cli.options import JsonOption, SetOption, devices_from, models_from
 from headway.cli.output import print_result, say
 from headway.cli.plan import named_recipe, speeds_of
 from headway.cli.plan_data import lengths_of_data, measured_data
-from headway.cli.resolve import resolve_architecture, resolve_ledger
+from headway.cli.resolve import resolve_architecture
 from headway.cli.train import find_inputs
 from headway.cli.tune_text import TuneReport, as_text, note_on_tokens, to_dict
 from headway.errors import DataError, HeadwayError, PlanError, UsageError
@@ -22,9 +23,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from headway.config import TrainConfig
+    from headway.count import CostModel
     from headway.devices import Device
     from headway.packing.lengths import LengthTable
-    from headway.predict.collectives import Links
+    from headway.predict.communication import Links
     from headway.predict.prediction import Prediction
     from headway.predict.speeds import Speeds
     from headway.predict.tune import Search, Trial
@@ -107,14 +109,14 @@ def tune(
         raise UsageError(f"--steps {steps} cannot take effect without --measure.")
     if write is not None:
         _check_target(write, recipe)
-    _, config = named_recipe(recipe, tuple(settings or ()))
+    cost_model, config = named_recipe(recipe, tuple(settings or ()))
     config = _planned_for(config, devices, device, lengths, measured=bool(data))
     if measure is not None:
         _check_data(config)
     kind = None if config.plan.device is None else named_device(config.plan.device)
     link_options.joining(kind, config.plan.devices or 1)  # before anything is measured, which takes long
     search, joined, speeds = search_of(
-        config, memory, tokens_per_step, data or [], meshes=meshes, link_options=link_options
+        config, cost_model, memory, tokens_per_step, data or [], meshes=meshes, link_options=link_options
     )
     tuned = _tuned(recipe, search, kind, speeds, joined, top, measure, steps)
     if write is not None:
@@ -161,7 +163,7 @@ def _tuned(
     # Steps that were really run correct the forecasts of all others.
     trials = _run(best[:measure], search.devices, steps) if measure else {}
     again = corrected(result.ranked, trials) if trials else []
-    left_out = search.saved[precision_of(search.config, search.devices)].left_out
+    left_out = search.predictor.saved[precision_of(search.config, search.devices)].left_out
     notes = [
         note_on_tokens(best[0]),
         f"activations of {', '.join(left_out[:3])} are not explained, and missing" if left_out else "",
@@ -169,7 +171,7 @@ def _tuned(
     ]
     return TuneReport(
         recipe=recipe,
-        model=search.cost_model.name,
+        model=search.predictor.cost_model.name,
         device=device,
         devices=search.devices,
         lengths=search.lengths[0],
@@ -188,6 +190,7 @@ def _tuned(
 
 def search_of(
     config: "TrainConfig",
+    cost_model: "CostModel",
     memory: str | None,
     tokens_per_step: str | None,
     data: list[str],
@@ -199,6 +202,7 @@ def search_of(
 
     Args:
         config: the recipe, with devices and device in its plan section.
+        cost_model: of its model, before anything is frozen or adapted.
         memory: what each device may hold, such as 70GiB; nine tenths of it when None.
         tokens_per_step: such as "2M +-5%"; as many as the recipe's packs hold when None.
         data: datasets whose samples' lengths are taken; the plan section's lengths when empty.
@@ -212,19 +216,17 @@ def search_of(
         HeadwayError: a size or device that is not known, or nothing that says how long samples are.
     """
     from headway.devices import named_device
-    from headway.predict.forecast import Forecaster
-    from headway.predict.packs import lengths_of
-    from headway.predict.recipe import learning_model
-    from headway.predict.saved import saved_of_recipe
+    from headway.predict.lengths import lengths_of
+    from headway.predict.predictor import Predictor
     from headway.predict.tune import Search, Space, parse_step_tokens
     from headway.predict.tune.space import TOLERANCE
 
     count, name = config.plan.devices or 1, config.plan.device
     target = named_device(name) if name is not None else None
     room = _room(memory, target)
-    cost_model = resolve_ledger(config.model)
     architecture = resolve_architecture(config.model.path, cost_model)
-    learning = learning_model(config.model, cost_model)
+    predictor = Predictor.of(config, cost_model)
+    learning = predictor.cost_model
     wanted, tolerance = (None, TOLERANCE) if tokens_per_step is None else parse_step_tokens(tokens_per_step)
     # Space of the search: packs, recomputation and sharding vary; the step keeps its tokens.
     space = Space.of(
@@ -251,13 +253,11 @@ def search_of(
             "nothing says how long the samples are: give --lengths FILE or --data D, or set plan.lengths or plan.mix "
             "in the recipe."
         )
-    saved = saved_of_recipe(config)
     speeds = speeds_of(config, cost_model, target, count)
     links = link_options.joining(target, count)
     making_s = None if measured is None else measured.making_s
-    # The time of one step, from rates of products, links, and of making packs.
-    timer = Forecaster(learning, saved, speeds, count, links, making_s=making_s).predict
-    return Search(config, learning, saved, count, room, lengths, timer, space), links, speeds
+    predictor = replace(predictor, speeds=speeds, links=links, making_s=making_s)
+    return Search(config, predictor, count, room, lengths, space), links, speeds
 
 
 def _room(memory: str | None, device: "Device | None") -> int | None:

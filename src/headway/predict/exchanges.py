@@ -18,11 +18,10 @@ from headway.count.activations import SavedActivations
 from headway.count.rows import Row
 from headway.count.units import chosen_blocks, head_features, remembered, unit_names, unit_of_tower
 from headway.packing.mesh import MeshShape
-from headway.predict.attentions import attentions
+from headway.predict.activations import FLOAT32, attentions
 from headway.predict.communication import Exchange, Exchanges, Phase
-from headway.predict.held import Holding, Sharing, State, weights_by_unit
-from headway.predict.moments import FLOAT32
-from headway.predict.slices import SPREAD, rows_of, sliced, spread_over
+from headway.predict.recipe import Sharing, State
+from headway.predict.weights import Holding, rows_of, weights_by_unit
 
 
 def exchanges_of(
@@ -109,27 +108,19 @@ def _of_weights(
     shape: MeshShape,
 ) -> tuple[Exchange, ...]:
     """Gathers of weights and sums of gradients; spread experts have a mesh of their own."""
-    units = unit_names(cost_model, saved)
     exchanges: list[Exchange] = []
-    in_slices = sliced(cost_model, shape.fsdp, sharing.expert)
-    learns: Counter[tuple[str, bool]] = Counter()
-    for parameter, unit in zip(in_slices.parameters, units, strict=True):
-        over = spread_over(parameter, sharing.expert)
-        learns[unit, over > 1] += parameter.numel // over if parameter.trainable else 0
-    weights = weights_by_unit(cost_model, in_slices, saved, sharing.expert, Holding.of(state, sharing))
-    for unit, spread in learns:
-        stored, gathered = weights[f"{unit}{SPREAD}" if spread else unit]
+    for (unit, spread), weights in weights_by_unit(cost_model, saved, Holding.of(state, sharing)).items():
         ranks, stride = (shape.fsdp // shape.expert, shape.expert) if spread else (shape.fsdp, 1)
         # offloaded weights come to the device in their own precision, a slice for each process
-        copied = stored // ranks if sharing.offload else 0
-        gather = Exchange("all-gather", unit, "forward", gathered, ranks, stride, host_bytes=copied)
+        copied = weights.stored // ranks if sharing.offload else 0
+        gather = Exchange("all-gather", unit, "forward", weights.gathered, ranks, stride, host_bytes=copied)
         exchanges.append(gather)
         if unit in again:
             exchanges.append(replace(gather, phase="backward"))
-        summed = learns[unit, spread] * sharing.reduce_bytes
+        summed = weights.padded * sharing.reduce_bytes
         if summed:
             once = not sharing.reduce_each_pack
-            back = learns[unit, spread] * state.weight_bytes // ranks if sharing.offload else 0  # gradients
+            back = weights.padded * state.weight_bytes // ranks if sharing.offload else 0  # gradients
             exchanges.append(
                 Exchange("reduce-scatter", unit, "backward", summed, ranks, stride, once=once, host_bytes=back)
             )

@@ -1,22 +1,16 @@
-"""Memory of a recipe on a device, and the settings that make it fit, the least harmful first.
+"""Settings, or a number of devices, with which a run fits a device's memory, the least harmful first.
 
 First what changes no result and costs time, then fewer bits for what the optimizer keeps and for the weights, then
 smaller packs and more devices. Where none is enough by itself, they are put together.
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from headway.config import TrainConfig, changed_config
-from headway.count import CostModel, Workload
-from headway.count.activations import SavedActivations
 from headway.devices import Device
 from headway.errors import ConfigError, UsageError
-from headway.predict.memory import MemoryPlan, plan_memory
-from headway.predict.recipe import compute_bytes_of, one_picture, precision_of, recompute_of, sharing_of, state_of
-from headway.predict.saved import saved_with_adapters
 
 USABLE = 0.9
 """Share of a device's memory that a plan may fill; the rest is for memory that the plan does not count."""
@@ -79,86 +73,6 @@ class Way:
 def room_of(device: Device | None) -> int | None:
     """Memory of a device that a plan may fill [bytes]."""
     return None if device is None or device.memory_bytes is None else int(USABLE * device.memory_bytes)
-
-
-def memory_plan(
-    config: TrainConfig,
-    cost_model: CostModel,
-    saved: Mapping[str, SavedActivations],
-    devices: int,
-    tokens: int,
-    patches: int,
-    padded: tuple[int, int] | None = None,
-) -> MemoryPlan:
-    """Plan the memory of each device of a run.
-
-    Args:
-        config: the recipe.
-        cost_model: of its model, with what is frozen frozen and adapters in place.
-        saved: what autograd saves of the model, by precision.
-        devices: processes, a device each.
-        tokens: of the largest pack.
-        patches: of the pack with the most.
-        padded: both if segments were all as long as their pack's longest; None for packs of one segment.
-
-    Raises:
-        ConfigError: a mesh that the devices do not fit, or a setting that has no effect on one device.
-    """
-    shape = config.parallel.mesh_shape(devices)
-    if devices == 1 and config.parallel.offload:
-        raise ConfigError("parallel.offload has no effect on one process, which keeps its model whole.")
-    bucket = config.data.bucket_tokens or 1
-    slots = -(-tokens // bucket) * bucket
-    pack = Workload([tokens], images=one_picture(patches, cost_model), slots=slots)
-    precision = precision_of(config, devices)
-    state = state_of(config, precision, recompute_of(config, cost_model, saved, shape))
-    if config.speed.attention == "cudnn":
-        state = replace(state, padded=padded or (tokens, patches))
-    return plan_memory(cost_model, saved[precision], pack, state, sharing_of(config, shape))
-
-
-def memory_and_ways(
-    config: TrainConfig,
-    cost_model: CostModel,
-    saved: Mapping[str, SavedActivations],
-    devices: int,
-    room_bytes: int | None,
-    largest: tuple[int, int],
-    padded: tuple[int, int] | None = None,
-) -> tuple[MemoryPlan, tuple[Way, ...]]:
-    """Plan the memory of each device, and find ways to make it fit if it does not.
-
-    Args:
-        config: the recipe.
-        cost_model: of its model, with what is frozen frozen and adapters in place.
-        saved: what autograd saves of the model, by precision.
-        devices: processes, a device each.
-        room_bytes: what each may hold; None to look for no ways.
-        largest: tokens of the fullest pack, and patches of the pack with the most.
-        padded: as for `memory_plan`.
-
-    Raises:
-        ConfigError: as for `memory_plan`.
-    """
-    tokens, patches = largest
-
-    def memory(changed: TrainConfig, devices: int) -> MemoryPlan:
-        fill = min(1.0, changed.data.tokens_per_pack / tokens)
-        # activations beside adapters that are tried are estimated, not traced
-        learning, saved_by = cost_model, saved
-        if changed.model.lora is not None and config.model.lora is None:
-            learning = cost_model.lora(changed.model.lora.rank, changed.model.lora.targets)
-            precision = precision_of(changed, devices)
-            bytes_of_result = compute_bytes_of(precision)
-            saved_by = {precision: saved_with_adapters(saved[precision], learning, bytes_of_result)}
-        sizes = math.ceil(fill * tokens), math.ceil(fill * patches)
-        filled = None if padded is None else (math.ceil(fill * padded[0]), math.ceil(fill * padded[1]))
-        return memory_plan(changed, learning, saved_by, devices, *sizes, filled)
-
-    planned = memory(config, devices)
-    if room_bytes is None or planned.peak <= room_bytes:
-        return planned, ()
-    return planned, ways_to_fit(config, devices, room_bytes, lambda changed, devices: memory(changed, devices).peak)
 
 
 def ways_to_fit(config: TrainConfig, devices: int, room_bytes: int, peak: Peak) -> tuple[Way, ...]:

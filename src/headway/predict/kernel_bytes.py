@@ -4,10 +4,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from headway.count import CostModel
-from headway.count.units import head_features, head_parameter, remembered
-from headway.predict.held import State
-from headway.predict.moments import BFLOAT16, FLOAT32
-from headway.predict.slices import rows_of
+from headway.count.units import head_features, head_parameter
+from headway.predict.activations import BFLOAT16, FLOAT32
+from headway.predict.recipe import State
 
 Update = Literal["separate", "one pass"]
 """Kernels of an optimizer for numbers in other types than float32: one for each operation, or one for all."""
@@ -138,17 +137,3 @@ def loss_bytes(cost_model: CostModel, slots: float, state: State, *, fused: bool
     logit += losses_alone if state.weighs else 0
     has_gradient = number is not None and cost_model.parameters[number].trainable
     return slots * vocabulary * logit + (width * vocabulary * weight if has_gradient else 0)
-
-
-@remembered
-def routed_values(cost_model: CostModel) -> dict[str, int]:
-    """Count the numbers that the experts of a slot give, one row each, by the block that they are in."""
-    features, rows = head_features(cost_model), rows_of(cost_model)
-    blocks = {row.module: row.block for row in cost_model.rows if row.op == "experts"}
-    values: dict[str, int] = {}
-    for parameter in cost_model.parameters:
-        block = blocks.get(parameter.name.rpartition(".")[0])
-        if block is not None and features is not None and parameter.active < parameter.numel:
-            chosen = parameter.active * rows.count(parameter) // parameter.numel
-            values[block] = max(values.get(block, 0), chosen * features[0])
-    return values

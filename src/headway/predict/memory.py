@@ -9,52 +9,75 @@ Everything is proportional to a parameter count or to a driver of the largest pa
 * head: chunks of logits, and the gradients that the head's forward makes;
 * the update: copies in float32 of what the optimizer neither holds in it nor updates in one pass.
 
-Each of these exists at some moments of a step and not at others; the peak is the fullest moment. Held against
-measurement in `benchmarks/results/plan_memory_*.md`. What the allocator and CUDA itself take, which no tensor
-holds, is listed by `allowances`.
+Each of these exists at some moments of a step and not at others; the peak is the fullest moment. `built` is the model
+before its first pack. The first step's moments come before the optimizer has state, which its update makes. The plan is
+held against measurement in `benchmarks/results/plan_memory_*.md`. `allowances` lists what the allocator and CUDA itself
+take, which no tensor holds.
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from headway.count import CostModel, Workload, drivers
+from headway.count import CostModel, Workload
 from headway.count.activations import SavedActivations, bytes_of
-from headway.count.units import chosen_blocks, head_features, head_parameter, is_tied, remembered
-from headway.predict.attentions import padding_of_sums
-from headway.predict.held import (
-    Fixed,
-    Holding,
-    Sharing,
-    State,
-    dequantised_by_block,
-    shared,
-    weights_by_unit,
-)
-from headway.predict.moments import (
-    FLOAT32,
+from headway.count.units import chosen_blocks, head_features, head_parameter, is_tied
+from headway.predict.activations import FLOAT32, pixel_bytes
+from headway.predict.backward import (
     NO_UNIT,
-    PARTS,
     BackwardBlock,
     Ends,
-    Moment,
     Unit,
-    fullest_of_backward,
-    moment,
+    backward_blocks,
+    casts_weights,
+    fullest_point,
+    units_of,
 )
-from headway.predict.recompute import block_bytes
-from headway.predict.slices import (
-    SPREAD,
-    cast_weights,
-    kept_casts,
-    numbers_by_unit,
-    sliced,
-    trained_by_block,
-    trained_of_process,
-    values_of_experts,
-    values_of_spread,
-)
+from headway.predict.recipe import Sharing, State
+from headway.predict.weights import Fixed, UnitName, kept_casts, shared, trained_of_process
+
+MOMENTS = ("built", "first forward", "first backward", "first update", "forward", "backward", "update")
+"""Names of the moments, in their order; the last three are moments of later steps."""
+
+PARTS = {
+    "weights": "this device's share, as the optimizer sees them",
+    "base": "this device's share of the frozen weights in 4 or 8 bits",
+    "gradients": "this device's share, of what backward has passed",
+    "optimizer": "moments",
+    "average": "moving average of the weights",
+    "casts": "copies of weights in the dtype of the products, of a base as it is dequantised",
+    "gathered": "weights that are whole for a while",
+    "reducing": "gradients of a unit on their way to the other devices",
+    "batch": "pixels, as they came and as the tower reads them",
+    "activations": "kept for backward, of the largest pack",
+    "recomputing": "activations of the block that is computed again",
+    "passing": "gradients of what the block computes that backward is in",
+    "head": "logits at hand, and the gradients made with them",
+    "updating": "float32 copies that the optimizer works on",
+}
+"""Parts of memory, each in words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Memory of a device at the fullest point of a moment."""
+
+    name: str  # one of `MOMENTS`
+    parts: Mapping[str, int]  # bytes by name, in the order of `PARTS`; none is 0
+
+    @property
+    def total(self) -> int:
+        """Bytes of all parts."""
+        return sum(self.parts.values())
+
+
+def moment(name: str, **parts: int) -> Moment:
+    """Make a moment of parts; parts of no size are left out.
+
+    >>> moment("built", optimizer=0, weights=8).parts
+    {'weights': 8}
+    """
+    return Moment(name, {part: parts[part] for part in PARTS if parts.get(part)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +117,7 @@ class MemoryPlan:
         return self.fullest.total
 
     def at(self, name: str) -> Moment:
-        """The moment of a name, one of `headway.predict.moments.MOMENTS`."""
+        """The moment of a name, one of `MOMENTS`."""
         return next(m for m in self.moments if m.name == name)
 
     def to_dict(self) -> dict[str, Any]:
@@ -119,8 +142,7 @@ def plan_memory(
     Raises:
         UsageError: `state.recompute` chooses no block.
     """
-    in_slices = sliced(cost_model, sharing.shards, sharing.expert) if sharing.gathers else cost_model
-    fixed = Fixed.of(cost_model, in_slices, state, sharing)
+    fixed = Fixed.of(cost_model, state, sharing)
     head = _Head.of(cost_model, pack, state, sharing)
 
     # Gradients of the step's earlier packs lie ready to be added to, so that this pack's backward makes no more.
@@ -132,16 +154,18 @@ def plan_memory(
     # Blocks are listed once for all choices of what they do not depend on.
     of_blocks = replace(state, accumulates=False, chunk=None)
     sharing_blocks = replace(sharing, reshard=True, reduce_each_pack=True)
-    blocks = _backward_blocks(cost_model, in_slices, saved, pack, of_blocks, sharing_blocks)
-    units = _units(cost_model, in_slices, saved, state, sharing)
+    blocks = backward_blocks(cost_model, saved, pack, of_blocks, sharing_blocks)
+    units = units_of(cost_model, saved, state, sharing)
     ends = _ends_of(saved, pack, sharing, head, units, new_gradients, sum(block.gradients for block in blocks))
 
     # parts at the fullest point of each moment; the first update makes the optimizer's state
     between = _between(cost_model, saved, pack, state, sharing, blocks, ends) | {"gradients": waiting}
-    walk = _walked(cost_model, in_slices, saved, pack, of_blocks, sharing_blocks, ends, bool(new_gradients))
+    walk = fullest_point(cost_model, saved, pack, of_blocks, sharing_blocks, ends, bool(new_gradients))
     walk = {**walk, "gradients": walk["gradients"] + waiting, "batch": between["batch"]}
-    forward = {**fixed.built(), **_forward(between, head)}
-    backward = {**fixed.built(), **_backward(between, head, walk)}
+    forward = {**fixed.built(), **between, "head": head.forward}
+    in_head = {**between, "head": head.backward}
+    fuller = max(in_head, walk, key=lambda parts: sum(parts.values()))
+    backward = {**fixed.built(), **fuller}
     moments = [moment("built", **fixed.built())]
     for when, optimizer in (("first ", 0), ("", fixed.optimizer)):
         moments += [
@@ -153,28 +177,22 @@ def plan_memory(
     return MemoryPlan(**most, host=fixed.host + sum(block.input for block in blocks), moments=tuple(moments))
 
 
-def _forward(between: Mapping[str, int], head: "_Head") -> dict[str, int]:
-    """Parts at the end of forward, where the head's logits are."""
-    return {**between, "head": head.forward}
-
-
-def _backward(between: Mapping[str, int], head: "_Head", walk: dict[str, int]) -> dict[str, int]:
-    """Parts at the fuller of two points of backward: in the head, or at the fullest of the walk through the blocks."""
-    return max({**between, "head": head.backward}, walk, key=lambda parts: sum(parts.values()))
-
-
 def _ends_of(
     saved: SavedActivations,
     pack: Workload,
     sharing: Sharing,
     head: "_Head",
-    units: Mapping[str, Unit],
+    units: Mapping[UnitName, Unit],
     new_gradients: int,
     of_blocks: int,
 ) -> Ends:
     """List the parts around the blocks in backward; `of_blocks` of the new gradients come in the blocks."""
     head_gradient = shared(head.weight, sharing)
     rows = saved.blocks[""].plain
+
+    def unit(name: str) -> Unit:
+        return units.get((name, False), NO_UNIT)
+
     # with several processes it stayed until the end of backward, on pretended ones
     last_norm = {driver: size for driver, size in rows.items() if driver == "tokens" and not sharing.gathers}
     return Ends(
@@ -184,9 +202,9 @@ def _ends_of(
         head=head_gradient if new_gradients else 0,
         other_gradients=max(0, new_gradients - of_blocks - head_gradient),
         tied=head.tied,
-        root=sum(units.get(name, NO_UNIT).gathered for name in ("(root)", "(vision)")),
-        head_unit=units.get("(head)", NO_UNIT),
-        embedding_unit=units.get("(embedding)", NO_UNIT),
+        root=unit("(root)").gathered + unit("(vision)").gathered,
+        head_unit=unit("(head)"),
+        embedding_unit=unit("(embedding)"),
         stay_gathered=not sharing.reshard,
     )
 
@@ -203,7 +221,7 @@ def _between(
     """Parts as forward ends and backward begins, without head and gradients."""
     # copies that autocast made of weights and that are still there
     chosen = chosen_blocks(state.recompute, cost_model, saved)
-    casts = kept_casts(cost_model, saved, chosen) * state.compute_bytes if _casts(state, sharing) else 0
+    casts = kept_casts(cost_model, saved, chosen) * state.compute_bytes if casts_weights(state, sharing) else 0
 
     # processes that share a pack with latents are each given their own patches; others cut all of them
     pixels = pixel_bytes(cost_model, pack, state.compute_bytes)
@@ -217,114 +235,6 @@ def _between(
     inputs = [0, *(block.input for block in blocks if block.input)]
     activations = ends.outside + sum(block.activations for block in blocks) + inputs[-1]
     return {"activations": activations, "casts": casts, "batch": batch, "gathered": gathered}
-
-
-def _casts(state: State, sharing: Sharing) -> bool:
-    """Tell whether autocast makes copies of weights in the dtype of the products."""
-    return not sharing.gathers and state.compute_bytes < state.weight_bytes
-
-
-@remembered
-def _backward_blocks(
-    cost_model: CostModel, in_slices: CostModel, saved: SavedActivations, pack: Workload, state: State, sharing: Sharing
-) -> list[BackwardBlock]:
-    """List the backward of each block, in the order of forward: towers before the language model.
-
-    Args:
-        cost_model: the model.
-        in_slices: the same, `sliced`.
-        saved: what autograd saves of it.
-        pack: the largest micro-batch.
-        state: dtypes, and which blocks are recomputed.
-        sharing: of the model among processes.
-    """
-    # everything that a block has a share of, by its name
-    units = _units(cost_model, in_slices, saved, state, sharing)
-    chosen = chosen_blocks(state.recompute, cost_model, saved)
-    compute, sequence = state.compute_bytes, sharing.sequence
-    sizes = block_bytes(in_slices, saved, pack, fused=state.fused, compute_bytes=compute, sequence=sequence)
-    padding = padding_of_sums(in_slices, saved, pack, state.padded, compute) if state.padded else {}
-    for name in padding.keys() & sizes.keys():  # each process of a sequence group has its heads
-        size, own = sizes[name], padding[name] // sequence
-        sizes = {**sizes, name: replace(size, saved=size.saved + own, attention=size.attention + own)}
-    gradients = trained_by_block(in_slices, saved)
-    casts = cast_weights(in_slices, saved) if _casts(state, sharing) else Counter[str]()
-    dequantised = dequantised_by_block(cost_model, saved, Holding.of(state, sharing), sharing.expert)
-    by_spread = values_of_spread(in_slices, saved, sharing.expert)
-    # largest result of a block's products [values], whose gradient exists beside the one that it is made of;
-    # a product's FLOPs are 2 for each result and input feature
-    widest: Counter[str] = Counter()
-    gated, towers = set[str](), set[str]()  # blocks in which it is of a gated product; those of a vision tower
-    amounts = {driver: drivers.parse_driver(driver)(pack) for driver in {row.driver for row in in_slices.rows}}
-    for row in in_slices.rows:
-        if row.block in sizes:
-            if row.component.startswith("vision."):
-                towers.add(row.block)
-            if row.features:
-                values = row.forward * amounts[row.driver] // (2 * min(row.features))
-                if values > widest[row.block]:
-                    widest[row.block] = values
-                    (gated.add if row.component.endswith(".mlp") else gated.discard)(row.block)
-    passing = {name: (2 - (state.liger and name in gated)) * widest[name] for name in sizes}
-    # Backward that enters routed experts holds the gradient of their outputs, its product with the outputs, which the
-    # router's gradient is summed from, and under autocast the incoming gradient, cast to the dtype of the products.
-    for name, values in values_of_experts(cost_model, saved).items():
-        passing[name] = max(passing.get(name, 0), (2 + _casts(state, sharing)) * values * pack.slots)
-    order = sorted(sizes, key=lambda name: name not in towers)  # stable: as they stand in the model
-    inputs = {name: sizes[name].entry for name in chosen.keys() & sizes.keys() if state.inputs_on_host}
-    sizes = {name: replace(size, entry=0) if name in inputs else size for name, size in sizes.items()}
-    return [
-        BackwardBlock(
-            sizes[name],
-            activations=sizes[name].kept(chosen[name]) if name in chosen else sizes[name].saved,
-            casts=state.compute_bytes * casts[name],
-            # while a weight is dequantised, the gradient of what its product reads is not there yet
-            dequantised=sum(
-                size if number == 0 else max(0, size - state.compute_bytes * widest[name] // sharing.sequence)
-                for number, size in enumerate(dequantised.get(name, ()))
-            ),
-            is_recomputed=name in chosen,
-            input=inputs.get(name, 0),
-            gradients=shared(state.weight_bytes * gradients[name], sharing),
-            passing=compute * passing[name] // sequence,
-            unit=units.get(name, NO_UNIT),
-            spread=units.get(f"{name}{SPREAD}", NO_UNIT),
-            by_spread=state.compute_bytes * pack.slots * by_spread[name] // sharing.sequence,
-        )
-        for name in order
-    ]
-
-
-@remembered
-def _walked(
-    cost_model: CostModel,
-    in_slices: CostModel,
-    saved: SavedActivations,
-    pack: Workload,
-    state: State,
-    sharing: Sharing,
-    ends: Ends,
-    makes_gradients: bool,
-) -> dict[str, int]:
-    """Parts at the fullest point of a backward, whose blocks make gradients beside waiting ones, or do not."""
-    blocks = _backward_blocks(cost_model, in_slices, saved, pack, state, sharing)
-    return fullest_of_backward(blocks if makes_gradients else [replace(block, gradients=0) for block in blocks], ends)
-
-
-def _units(
-    cost_model: CostModel, in_slices: CostModel, saved: SavedActivations, state: State, sharing: Sharing
-) -> dict[str, Unit]:
-    """List the units that FSDP2 gathers, by the name of a block or of the part around the blocks.
-
-    What is gathered and what is laid out for the sum has full slices; gradients come as the weights are.
-    """
-    if not sharing.gathers:
-        return {}
-    of_weights = weights_by_unit(cost_model, in_slices, saved, sharing.expert, Holding.of(state, sharing))
-    return {
-        name: Unit(of_weights[name][1], state.compute_bytes * learns, sharing.reduce_bytes * padded)
-        for name, (learns, padded) in numbers_by_unit(cost_model, in_slices, saved, sharing.expert).items()
-    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,7 +263,7 @@ class _Head:
         width, vocabulary = features
         slots = -(-pack.slots // sharing.sequence)
         compute = state.compute_bytes
-        casts = _casts(state, sharing)
+        casts = casts_weights(state, sharing)
         number = head_parameter(cost_model)
         learns = number is not None and cost_model.parameters[number].trainable
         numel = width * vocabulary if learns else 0
@@ -372,24 +282,6 @@ class _Head:
         ends = hidden + copied + (stream if casts else 0)
         ends += numel * (FLOAT32 + (weight_bytes if weight_bytes < FLOAT32 else 0))
         return _Head(max(working, ends), 0, weight, weight_bytes * tied, stream)
-
-
-@remembered
-def pixel_bytes(cost_model: CostModel, pack: Workload, compute_bytes: int) -> int:
-    """Bytes of a pack's pixels: as bytes, scaled to float32, and where autocast is, once more for the product.
-
-    A value of a patch is multiplied into each channel of the tower once, which gives how many there are.
-    """
-    row = next((row for row in cost_model.rows if row.component == "vision.embed"), None)
-    width = min(
-        (min(r.features) for r in cost_model.rows if r.features and r.block and r.component.startswith("vision.")),
-        default=0,
-    )
-    if row is None or not width:
-        return 0
-    values = row.forward * drivers.parse_driver(row.driver)(pack) // (2 * width)
-    copies = FLOAT32 + (compute_bytes if compute_bytes < FLOAT32 else 0)
-    return values * (1 + copies)
 
 
 # Memory of a CUDA device that no tensor holds. None of it was measured here: it is why a run may fill nine tenths of

@@ -21,10 +21,11 @@ from headway.devices import Device, named_device
 from headway.errors import HeadwayError, PlanError, UnknownDeviceError, first_line
 from headway.files import SETTINGS_BYTES, read_text
 from headway.packing.lengths import LengthTable
-from headway.predict.collectives import Link, Links
+from headway.predict.communication import Link, Links
 from headway.predict.fitting import room_of
 from headway.predict.packs import Packs
-from headway.predict.prediction import Prediction, Predictor, RunTotals
+from headway.predict.prediction import Prediction, RunTotals
+from headway.predict.predictor import Predictor
 from headway.predict.scale import at_size
 from headway.predict.speeds import Speeds
 from headway.report import format_bytes, format_duration

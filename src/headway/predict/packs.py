@@ -4,7 +4,6 @@ Lengths come from who calls, or from a recipe's plan section, enough for some st
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,21 +13,14 @@ from headway.config import TrainConfig
 from headway.count import CostModel, FlopCount, Workload
 from headway.count.recompute import with_head
 from headway.count.splits import branched
-from headway.errors import ConfigError, PlanError
+from headway.errors import ConfigError
 from headway.packing import Budget, Items, Order, OverlongCounts, Plan, PlanReport
-from headway.packing.budget import segments_within, square_grid
-from headway.packing.items import Overlong
-from headway.packing.lengths import MIXES, LengthTable, read_lengths
+from headway.packing.budget import segments_within
+from headway.packing.lengths import LengthTable
 from headway.packing.measure import report_on
 from headway.packing.mesh import MeshShape
+from headway.predict.lengths import lengths_of, policies_of
 from headway.predict.recipe import frozen_forward
-from headway.words import Argument
-
-STEPS = 16
-"""Optimizer steps that packs are planned for, as many as a plan's window has at least."""
-
-MOST_SAMPLES = 50_000_000
-"""Samples that are planned at most: two minutes, and 10 GB."""
 
 
 @dataclass(frozen=True)
@@ -190,115 +182,3 @@ def _segments_of(
         prompt, *answers = table.branches.get(row, [0])
         splits += [branched(prompt, answers)] if answers else [[] for _ in own]
     return lengths, splits if table.branches else []
-
-
-def no_lengths() -> PlanError:
-    """Make the error of a step that is to be predicted with neither a file nor a mix of lengths."""
-    return PlanError(
-        "nothing says how long the samples are, without which a step has no work. Give ",
-        Argument("lengths", example="FILE"),
-        ", or set plan.lengths or plan.mix, such as ",
-        Argument("plan.mix", example="chats"),
-        ".",
-    )
-
-
-def lengths_of(
-    config: TrainConfig, cost_model: CostModel, shape: MeshShape, steps: int = STEPS
-) -> tuple[str, LengthTable] | None:
-    """Name and table of the lengths that a recipe's plan section names, enough for some steps; None without any.
-
-    Raises:
-        ConfigError: steps so large that too many samples would have to be planned.
-        DataError: the file of lengths cannot be read.
-    """
-    data, accumulation = config.data, config.optim.accumulation
-    if config.plan.lengths is not None:
-        return read_table(config.plan.lengths, cost_model)
-    if config.plan.mix is None:
-        return None
-    mix = MIXES[config.plan.mix]
-    samples = samples_of(config, shape, mean_of(config.plan.mix), steps)
-    if samples > MOST_SAMPLES:
-        raise ConfigError(
-            f"{shape.data_ranks} ranks x {accumulation} packs of {data.tokens_per_pack} tokens need {samples:,} "
-            f"samples of {mix.name} in {steps} steps, and a dry run plans {MOST_SAMPLES:,} at most. Lower "
-            f"data.tokens_per_pack, optim.accumulation or {Argument('devices')}."
-        )
-    table = mix.lengths(samples)
-    return f"{mix.name}: {mix.description}", table if cost_model.has_vision else _without_media(table)
-
-
-def lengths_in_turn(
-    config: TrainConfig, pattern: tuple[str, LengthTable], shape: MeshShape, steps: int = STEPS
-) -> tuple[str, LengthTable]:
-    """Name and table of samples that repeat a few in turn, enough for some steps, or for as many as can be planned.
-
-    Args:
-        config: the recipe.
-        pattern: name and table of the samples that repeat.
-        shape: how the devices share the work.
-        steps: optimizer steps to have samples for.
-    """
-    name, table = pattern
-    mean = float(np.minimum(table.tokens, config.data.tokens_per_pack).mean())
-    return name, repeated(table, min(MOST_SAMPLES, samples_of(config, shape, mean, steps)), None)
-
-
-def read_table(path: Path, cost_model: CostModel) -> tuple[str, LengthTable]:
-    """Name and table of measured lengths, with a grid for each sample that has patches."""
-    return str(path), _with_grids(read_lengths(path), cost_model)
-
-
-def mean_of(mix: str) -> float:
-    """Mean length of a mix's samples [tokens]."""
-    return float(MIXES[mix].lengths(2000).tokens.mean())
-
-
-def samples_of(config: TrainConfig, shape: MeshShape, mean_tokens: float, steps: int) -> int:
-    """Count the samples of some mean length that fill so many steps, with one more step to choose from."""
-    filled = min(mean_tokens * (config.data.samples_per_pack or np.inf), config.data.tokens_per_pack)
-    return int((steps + 1) * shape.data_ranks * config.optim.accumulation * filled / mean_tokens) + 1000
-
-
-def _with_grids(table: LengthTable, cost_model: CostModel) -> LengthTable:
-    """Give each sample one picture with its number of patches where grids are not known."""
-    if table.grids is not None:
-        return table
-    rows = np.flatnonzero(table.patches)
-    side = int(cost_model.merge_group**0.5)
-    grids = [square_grid(int(patches), side) for patches in table.patches[rows]]
-    return LengthTable(table.tokens, table.patches, np.array(grids, dtype=np.int64).reshape(-1, 3), rows)
-
-
-def _without_media(table: LengthTable) -> LengthTable:
-    none = np.zeros((0, 3), dtype=np.int64)
-    return LengthTable(table.tokens, np.zeros_like(table.patches), none, none[:, 0])
-
-
-def repeated(table: LengthTable, samples: int, seed: int | None) -> LengthTable:
-    """Draw so many samples from a table that has fewer; a large enough table stays as it is.
-
-    Args:
-        table: the samples.
-        samples: how many are wanted at least.
-        seed: of draws with replacement; None to take the rows in turn, each as often as the others.
-    """
-    rows_there = len(table.tokens)
-    if rows_there >= samples:
-        return table
-    if seed is None:
-        rows = np.arange(-(-samples // rows_there) * rows_there) % rows_there
-    else:
-        rows = np.random.default_rng(seed).integers(rows_there, size=samples)
-    return table.take(rows)
-
-
-def policies_of(table: LengthTable, default: Overlong) -> dict[str, Overlong]:
-    """Describe the fate of samples that exceed a pack, by the name of each dataset of a table.
-
-    Args:
-        table: the samples.
-        default: for datasets that do not say.
-    """
-    return {name: part.overlong or default for name, part in table.parts.items()}

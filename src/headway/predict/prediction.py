@@ -1,8 +1,7 @@
-"""A run before it starts: memory, packs, time and cost of a recipe on so many devices, and settings that make it fit.
+"""Prediction of a run before it starts: memory, packs, time and cost of a recipe on so many devices.
 
-`Predictor.at` plans packs, then memory, then a step over these packs. `headway plan`, `train --dry-run`, `tune`, `init`
-and offers of devices all read the `Prediction` that it gives. No weights are read. For models whose ledger ships, torch
-is not needed either.
+`headway.predict.predictor` makes it. `headway plan`, `train --dry-run`, `tune`, `init`, offers of devices and the error
+of a run without memory read it. No weights are read. For models whose ledger ships, torch is not needed either.
 """
 
 from collections.abc import Mapping
@@ -10,28 +9,16 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from headway.config import TrainConfig
-from headway.count import CostModel, FlopCount
-from headway.count.activations import SavedActivations
-from headway.count.recompute import choice_in_words
+from headway.count import FlopCount
 from headway.count.rows import ParamCount
 from headway.devices import Device
-from headway.packing.lengths import LengthTable
 from headway.packing.mesh import MeshShape
-from headway.predict.collectives import Links
+from headway.predict.communication import Links
 from headway.predict.failures import Interruptions
-from headway.predict.fitting import Way, memory_and_ways, room_of
-from headway.predict.forecast import Forecaster
+from headway.predict.fitting import Way, room_of
 from headway.predict.memory import MemoryPlan
-from headway.predict.packs import Packs, plan_packs
-from headway.predict.recipe import (
-    assignment,
-    frozen_forward,
-    learning_model,
-    most_patches,
-    precision_of,
-    recompute_of,
-)
-from headway.predict.slices import padding_of
+from headway.predict.packs import Packs
+from headway.predict.recipe import assignment
 from headway.predict.speeds import Cases, Speeds
 from headway.predict.step_time import StepForecast
 
@@ -214,116 +201,3 @@ class Prediction:
 def _flops_record(count: FlopCount) -> dict[str, Any]:
     phases = {"forward": count.forward, "dgrad": count.dgrad, "wgrad": count.wgrad, "recompute": count.recompute}
     return {"convention": count.convention, "total": count.total, **phases, "components": count.by_component()}
-
-
-@dataclass(frozen=True)
-class Predictor:
-    """Predicts the runs of one model's recipes on devices of one kind.
-
-    Attributes:
-        cost_model: of the model, with what is frozen frozen and adapters in place.
-        saved: what autograd saves of it, by precision; looked up are `precision_of` and, where a run does not fit, that
-            of the ways in which it would.
-        device: whose memory it must fit; None not to look.
-        speeds: of the device; None for no time.
-        links: between devices; None where they are not known, and exchanges are taken to hide behind computing.
-        making_s: that a data worker takes to make a token [s]; None where it is not known, and packs are ready.
-    """
-
-    cost_model: CostModel
-    saved: Mapping[str, SavedActivations]
-    device: Device | None = None
-    speeds: Speeds | None = None
-    links: Links | None = None
-    making_s: float | None = None
-
-    @classmethod
-    def of(
-        cls, config: TrainConfig, cost_model: CostModel, saved: Mapping[str, SavedActivations], **hardware: Any
-    ) -> "Predictor":
-        """Predict a recipe's model as the recipe trains it.
-
-        Args:
-            config: the recipe.
-            cost_model: of its model, as it ships or was traced.
-            saved: as the attribute.
-            hardware: the other attributes.
-        """
-        return cls(learning_model(config.model, cost_model), saved, **hardware)
-
-    def at(self, config: TrainConfig, devices: int, lengths: tuple[str, LengthTable] | None = None) -> Prediction:
-        """Predict a recipe on so many devices.
-
-        Args:
-            config: the recipe.
-            devices: processes, a device each.
-            lengths: name and table of the samples' lengths; those of the recipe's plan section when None.
-
-        Raises:
-            ConfigError: a mesh that the devices do not fit, or lengths of which none fits a pack.
-            UsageError: a pattern that matches nothing.
-            PlanError: the devices are on several nodes, and the network between these is not known.
-        """
-        shape = config.parallel.mesh_shape(devices)
-        recompute = recompute_of(config, self.cost_model, self.saved, shape)
-        return self.over(plan_packs(config, self.cost_model, shape, recompute, lengths), config, devices)
-
-    def over(self, packs: Packs | None, config: TrainConfig, devices: int) -> Prediction:
-        """Predict a recipe over packs that are planned; arguments and errors as for `at`."""
-        shape, cost_model = config.parallel.mesh_shape(devices), self.cost_model
-        links = self.links if devices > 1 else None
-        # the largest packs decide the memory; without lengths, of as many tokens and patches as there may be
-        budget = config.data.tokens_per_pack, most_patches(config, cost_model)
-        largest = budget if packs is None else (packs.most_tokens, packs.most_patches)
-        padded = budget if packs is None else packs.padded
-        memory, ways = memory_and_ways(config, cost_model, self.saved, devices, room_of(self.device), largest, padded)
-        time = None
-        if packs is not None and self.speeds is not None:
-            forecaster = Forecaster(cost_model, self.saved, self.speeds, devices, links, making_s=self.making_s)
-            time = forecaster.predict(config, packs)
-        second = frozen_forward(config, cost_model)
-        return Prediction(
-            config,
-            cost_model.name,
-            shape,
-            cost_model.params,
-            memory,
-            packs,
-            time,
-            self.device,
-            ways,
-            tuple(self._notes(config, shape, has_lengths=packs is not None, has_patches=largest[1] > 0)),
-            "each step" if second is not None and second.each_step else "once",
-            self.speeds,
-            self.links,
-            self.making_s,
-            padding=padding_of(cost_model, shape.fsdp, shape.expert),
-        )
-
-    def _notes(self, config: TrainConfig, shape: MeshShape, *, has_lengths: bool, has_patches: bool) -> list[str]:
-        """Describe the recomputation of a size, and the gaps of its numbers, a clause each."""
-        cost_model, speed = self.cost_model, config.speed
-        saved = self.saved[precision_of(config, shape.world_size)]
-        notes = []
-        if speed.recompute_bytes is not None:
-            chosen = choice_in_words(recompute_of(config, cost_model, self.saved, shape), cost_model.block_towers)
-            notes.append(f"speed.recompute={speed.recompute} {chosen}")
-        if not has_lengths:
-            notes.append("no lengths: with data.train here, plan.mix or plan.lengths, packs and FLOPs are planned too")
-        if cost_model.has_vision and not has_patches:
-            notes.append("no pictures are in the lengths, so the vision tower holds no activations")
-        if speed.kernels == "liger" and speed.compile is False:
-            notes.append(
-                "activations are those of fused kernels, which Liger has for most elementwise operations, not all"
-            )
-        if config.run.dtype == "float8":
-            notes.append("float8 copies of weights and activations are not counted")
-        if saved.left_out:
-            notes.append(f"activations of {', '.join(saved.left_out[:3])} are not explained, and missing")
-        if saved.note:
-            notes.append(saved.note)
-        if config.objective is not None:
-            notes.append(
-                f"what {config.objective.path} computes beside the model is not planned: a plan does not run it"
-            )
-        return notes

@@ -4,22 +4,63 @@ Nothing here depends on the device that is planned for. Torch is needed for mode
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import yaml
 
 from headway.config import TrainConfig, changed_config
-from headway.config.model import ModelConfig
 from headway.count import CostModel, Workload
 from headway.count.activations import SavedActivations
+from headway.count.quantised import Base
 from headway.packing.budget import square_grid
 from headway.packing.mesh import MeshShape
 from headway.plugins import objective_of
-from headway.predict.held import Sharing, State
-from headway.predict.moments import BFLOAT16, FLOAT32
+from headway.predict.activations import BFLOAT16, FLOAT32
 from headway.predict.recompute import least_within
 
 Precision = Literal["bfloat16", "bfloat16-autocast", "float32"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """Sharing of a model among processes."""
+
+    shards: int = 1  # processes that hold one copy of the weights between them
+    gathers: bool = False  # whether FSDP2 gathers them block by block; a lone process has a plain model
+    sequence: int = 1  # processes that share each pack
+    expert: int = 1  # processes that the experts of a layer are spread over
+    reshard: bool = True  # whether a block's gathered weights are freed between forward and backward
+    # whether gradients are summed after every pack; otherwise whole ones wait for the last
+    reduce_each_pack: bool = True
+    reduce_bytes: int = FLOAT32  # bytes of a number in which gradients are summed
+    offload: bool = False  # whether weights, gradients and state lie in the host's memory
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Dtypes of weights, gradients and optimizer state, and of forward's products."""
+
+    weight_bytes: int = FLOAT32  # bytes of a weight as the optimizer sees it
+    compute_bytes: int = BFLOAT16  # bytes of a weight as matrix products see it
+    moment_bytes: float = FLOAT32  # bytes of an optimizer moment; 8-bit codes and their scales are 1 + 4 / 256
+    rule: str = "adamw"  # a rule of updating, a name in `headway.count.updating.RULES`
+    clips: bool = True  # whether gradients are scaled to a norm
+    averaged: bool = False  # whether there is a moving average of the weights that learn, in float32
+    average_every: int = 1  # steps between its updates
+    float8: bool = False  # whether blocks multiply in float8
+    offload: bool = False  # whether the host updates
+    one_pass: bool = False  # whether AdamW makes one pass over large parameters in bfloat16
+    accumulates: bool = False  # whether a step sums several packs
+    recompute: str = "none"  # blocks that are computed again, as for `recomputed_blocks`
+    fused: bool = False  # whether blocks are compiled or run on fused kernels
+    liger: bool = False  # whether Liger computes the loss, and gated products, whose gradients it writes over them
+    inputs_on_host: bool = False  # whether what enters recomputed blocks waits there for backward
+    weighs: bool = False  # whether the output layer runs once more, for the losses that its chunks are weighed by
+    chunk: int | None = None  # slots whose logits exist at a time [slots]; None for those of a whole pack
+    base: Base | None = None  # form of frozen matrices, where not in the dtype of the products
+    # tokens and patches of a pack if its segments were all as long as the longest; None where attention's sums are not
+    padded: tuple[int, int] | None = None
 
 
 class FrozenForward(NamedTuple):
@@ -64,21 +105,6 @@ def with_copies(config: TrainConfig, devices: int) -> TrainConfig:
     """Return the recipe with copies of its shards on all devices, where it names no number of copies."""
     copies = config.parallel.with_copies(devices).replicate
     return config if copies == config.parallel.replicate else changed_config(config, {"parallel.replicate": copies})
-
-
-def learning_model(model: ModelConfig, cost_model: CostModel) -> CostModel:
-    """Freeze the frozen parts of a recipe, and put its adapters in place.
-
-    Args:
-        model: the recipe's section.
-        cost_model: of the model as it ships or was traced.
-    """
-    if model.has_own_shape:
-        from headway.optim import learning_with_tokens  # the model's own code says what its shape changes
-
-        return learning_with_tokens(model)
-    learning = cost_model.freeze(model.freeze)
-    return learning if model.lora is None else learning.lora(model.lora.rank, model.lora.targets)
 
 
 def precision_of(config: TrainConfig, devices: int) -> Precision:

@@ -5,31 +5,14 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any
 
 from headway.count import CostModel, Workload, drivers
-from headway.count.activations import SavedActivations, bytes_of
-from headway.count.recompute import KINDS, PRODUCTS, as_choice, can_keep, result_kind, rows_by_block
+from headway.count.activations import SavedActivations
+from headway.count.recompute import KINDS, as_choice, can_keep, result_kind
 from headway.count.units import remembered
 from headway.errors import PlanError
+from headway.predict.activations import BlockBytes, block_bytes
 from headway.report import format_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class BlockBytes:
-    """Activations that one block keeps from forward to backward [bytes]."""
-
-    saved: int  # all of them, where it is not recomputed
-    entry: int  # input of the block, kept where the block is recomputed
-    # kept beside the entry where these do not run again
-    attention: int = 0
-    projections: int = 0
-    mlp: int = 0
-
-    def kept(self, kinds: Collection[str] = ()) -> int:
-        """Bytes that the block keeps where it is recomputed, with the results of some kinds."""
-        results: int = sum(getattr(self, kind) for kind in kinds)
-        return min(self.saved, self.entry + results)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,61 +28,6 @@ class BlockFlops:
         """FLOPs that still run again where some kinds are kept."""
         others: int = sum(getattr(self, kind) for kind in KINDS if kind not in kinds)
         return self.never_kept + others
-
-
-@remembered
-def block_bytes(
-    cost_model: CostModel,
-    saved: SavedActivations,
-    pack: Workload,
-    *,
-    fused: bool,
-    compute_bytes: int,
-    sequence: int = 1,
-) -> dict[str, BlockBytes]:
-    """List the activations that each block of the backward keeps on one device, by name.
-
-    Args:
-        cost_model: of the model, with what is frozen frozen.
-        saved: what autograd saves of it, in the precision of its forward.
-        pack: one micro-batch.
-        fused: whether blocks are compiled or run on fused kernels.
-        compute_bytes: of a number that a product gives.
-        sequence: processes that share the pack.
-    """
-    alive = cost_model.blocks_in_backward
-    products = _products(cost_model)
-    amounts = {driver: drivers.parse_driver(driver)(pack) for driver in {row.driver for row in cost_model.rows}}
-    sizes: dict[tuple[int, Any], BlockBytes] = {}  # blocks of one stack are mostly one object
-    for name, block in saved.blocks.items():
-        key = (id(block), products.get(name))
-        if key not in sizes:
-            parts = (block.fused if fused else block.plain, block.entry, block.attention)
-            of_saved = [-(-bytes_of(rows, pack) // sequence) for rows in parts]
-            of_products = [
-                compute_bytes * sum(values * amounts[driver] for driver, values in layers) // sequence
-                for layers in products.get(name, ())
-            ]
-            sizes[key] = BlockBytes(*of_saved, *of_products)
-    return {
-        name: sizes[id(block), products.get(name)] for name, block in saved.blocks.items() if name and name in alive
-    }
-
-
-@remembered
-def _products(cost_model: CostModel) -> dict[str, tuple[tuple[tuple[str, int], ...], ...]]:
-    """List what each of `PRODUCTS` keeps of each block: drivers, and values for a unit of each."""
-    products = {}
-    for name, rows in rows_by_block(cost_model.rows).items():
-        kinds: list[Counter[str]] = []
-        for kind in PRODUCTS:
-            kinds.append(Counter())
-            sizes = {row.features for row in rows if row.recomputed and result_kind(row) == kind}
-            for row in rows:
-                if row.features and row.features in sizes:  # 2 FLOPs for each value and feature that goes in
-                    kinds[-1][row.driver] += row.forward // (2 * row.features[0])
-        products[name] = tuple(tuple(kind.items()) for kind in kinds)
-    return products
 
 
 @remembered

@@ -16,13 +16,27 @@ from headway.count import CostModel, load_cost_model
 from headway.count.activations import SavedActivations, SavedByPrecision, shipped_activations
 from headway.count.models import shipped_name
 from headway.log.working import working
-from headway.predict.moments import BFLOAT16, FLOAT32
-from headway.predict.recipe import learning_model
+from headway.predict.activations import BFLOAT16, FLOAT32
 
 _ESTIMATED = (
     "PyTorch is not installed, so activations beside {parts} are estimated from those of the model that learns whole; "
     "with PyTorch they are traced, and the numbers differ"
 )
+
+
+def learning_model(model: ModelConfig, cost_model: CostModel) -> CostModel:
+    """Freeze the frozen parts of a recipe, and put its adapters in place.
+
+    Args:
+        model: the recipe's section.
+        cost_model: of the model as it ships or was traced.
+    """
+    if model.has_own_shape:
+        from headway.optim import learning_with_tokens  # the model's own code says what its shape changes
+
+        return learning_with_tokens(model)
+    learning = cost_model.freeze(model.freeze)
+    return learning if model.lora is None else learning.lora(model.lora.rank, model.lora.targets)
 
 
 def saved_of_recipe(config: TrainConfig) -> SavedByPrecision:

@@ -6,34 +6,17 @@ uses, for all ranks and as many steps as it plans at a time, over the lengths of
 
 from dataclasses import replace
 
-import numpy as np
-
 from headway.config import TrainConfig, changed_config
-from headway.count import CostModel
 from headway.errors import PlanError
 from headway.packing.lengths import LengthTable
-from headway.packing.mesh import MeshShape
 from headway.predict.failures import Interruptions, Reliability
-from headway.predict.packs import (
-    MOST_SAMPLES,
-    STEPS,
-    lengths_in_turn,
-    lengths_of,
-    mean_of,
-    no_lengths,
-    read_table,
-    repeated,
-    samples_of,
-)
-from headway.predict.prediction import Prediction, Predictor
+from headway.predict.lengths import enough_lengths
+from headway.predict.prediction import Prediction
+from headway.predict.predictor import Predictor
 from headway.report.quantity import parse_number
 from headway.words import Argument
 
 MOST_DEVICES = 2**20
-FEWEST_STEPS = 2
-"""Steps that are planned at least; a plan has one more, which is left out where samples run short."""
-_FEW_STEPS = 4  # four balance ranks like 16: a step's time at 1,024 devices is within half a percent
-_MANY_SAMPLES = 3_000_000  # for more steps than these few: some seconds, and 600 MB
 
 
 def at_size(
@@ -90,41 +73,3 @@ def sized(config: TrainConfig, devices: int) -> TrainConfig:
     if parallel.shard == "auto":
         return config
     return changed_config(config, {"parallel.replicate": max(1, devices // (parallel.shard * parallel.sequence))})
-
-
-def enough_lengths(
-    config: TrainConfig, cost_model: CostModel, shape: MeshShape, pattern: tuple[str, LengthTable] | None = None
-) -> tuple[tuple[str, LengthTable], int]:
-    """Lengths for as many steps as a plan's window has, or for as many as can be planned; and how many steps that is.
-
-    A table that has fewer samples is drawn from again and again.
-
-    Raises:
-        PlanError: no lengths.
-        ConfigError: not even two steps can be planned.
-    """
-
-    def fitting(mean: float) -> int:
-        steps = STEPS
-        while steps > _FEW_STEPS and samples_of(config, shape, mean, steps) > min(_MANY_SAMPLES, MOST_SAMPLES):
-            steps //= 2
-        while steps > FEWEST_STEPS and samples_of(config, shape, mean, steps) > MOST_SAMPLES:
-            steps //= 2
-        return steps
-
-    # lengths that were measured, drawn in turn
-    if pattern is not None:
-        steps = fitting(float(np.minimum(pattern[1].tokens, config.data.tokens_per_pack).mean()))
-        return lengths_in_turn(config, pattern, shape, steps), steps
-    # a table of the recipe, repeated as often as needed
-    if config.plan.lengths is not None:
-        name, table = read_table(config.plan.lengths, cost_model)
-        mean = float(np.minimum(table.tokens, config.data.tokens_per_pack).mean())
-        steps = fitting(mean)
-        return (name, repeated(table, samples_of(config, shape, mean, steps), config.data.seed)), steps
-    # a mix of the recipe, from which any number can be drawn
-    steps = fitting(mean_of(config.plan.mix)) if config.plan.mix is not None else STEPS
-    drawn = lengths_of(config, cost_model, shape, steps)
-    if drawn is None:
-        raise no_lengths()
-    return drawn, steps

@@ -22,10 +22,8 @@ from headway.count.rows import Row
 from headway.count.step_facts import flops_on_padding
 from headway.count.units import block_of, chosen_blocks, remembered
 from headway.count.updating import NEWTON_SCHULZ, RULES, num_moments
-from headway.predict.attentions import attentions
-from headway.predict.collectives import Links
-from headway.predict.communication import Exchanges, exposed_s
-from headway.predict.held import State
+from headway.predict.activations import BFLOAT16, FLOAT32, attentions
+from headway.predict.communication import Exchanges, Links, exposed_s
 from headway.predict.kernel_bytes import (
     HEADWAY,
     SORTS_S,
@@ -34,12 +32,11 @@ from headway.predict.kernel_bytes import (
     Kernels,
     clipping_bytes,
     loss_bytes,
-    routed_values,
     update_bytes,
 )
-from headway.predict.moments import BFLOAT16, FLOAT32
-from headway.predict.slices import is_float8, muon_matrices, spread_over
+from headway.predict.recipe import State
 from headway.predict.speeds import HEAD_SIZE, Cases, Shape, Speeds
+from headway.predict.weights import is_float8, muon_matrices, spread_over, values_of_experts
 from headway.report.step_lines import NAMES, SLOW
 
 ROWS = (64, 512, 2048, 8192)
@@ -401,7 +398,7 @@ class StepTimes:
             return Cases.exact(0.0)
         slots, seconds = work.pack.slots / work.sequence, Cases.exact(0.0)
         again = chosen_blocks(state.recompute, self._cost_model, self._saved)
-        for block, values in routed_values(self._cost_model).items():
+        for block, values in values_of_experts(self._cost_model, self._saved).items():
             # forward adds up what experts give, backward the gradients of what they read; both sort for it
             added = state.compute_bytes * values * slots * (1 + (block in self._alive))
             seconds += self._speeds.memory_s(added * (1 / SUMMED - 1))

@@ -21,8 +21,8 @@ from headway.errors import ConfigError, DataError
 from headway.packing import Budget, Items, Order, Plan, measure
 from headway.plugins import objectives
 from headway.predict.fitting import LORA_RANK, room_of
-from headway.predict.prediction import Prediction, Predictor
-from headway.predict.saved import saved_of_recipe
+from headway.predict.prediction import Prediction
+from headway.predict.predictor import Predictor
 from headway.report import format_bytes, format_count, format_share
 from headway.words import Argument
 
@@ -285,7 +285,7 @@ def _fitted(
             raw = raw | {"model": raw["model"] | {"lora": {"rank": LORA_RANK}}}
             raw["optim"] = raw["optim"] | {"lr": rate_of_adapters}
         config = parse_config(raw)
-        predictor = Predictor.of(config, cost_model, saved_of_recipe(config), device=device)
+        predictor = Predictor.of(config, cost_model, device=device)
         planned = predictor.at(config, 1)
         if planned.fits is not False:
             return raw, planned

@@ -17,8 +17,9 @@ from headway.config import TrainConfig
 from headway.errors import HeadwayError
 from headway.log.run_files import write_json
 from headway.meter.environment import used_memory
-from headway.predict.fitting import USABLE, gentlest_first, memory_and_ways, memory_plan
-from headway.predict.moments import PARTS
+from headway.predict.fitting import USABLE, gentlest_first
+from headway.predict.memory import PARTS
+from headway.predict.predictor import Predictor
 from headway.predict.recipe import fullest_pack
 from headway.predict.saved import saved_of_recipe
 from headway.report import format_bytes, format_count
@@ -105,11 +106,11 @@ def planned_ways(run: Run, config: TrainConfig, slots: int, patches: int, total_
     """
     room = int(USABLE * total_bytes)
     try:
-        model, saved = run.trained.cost_model, saved_of_recipe(config)
-        planned, ways = memory_and_ways(config, model, saved, run.ranks.size, room, (slots, patches))
-        if not ways:  # the plan fits, and memory ran out nevertheless: settings below its own peak are ways too
+        predictor = Predictor(run.trained.cost_model, saved_of_recipe(config))
+        planned = predictor.memory(config, run.ranks.size, (slots, patches))
+        if planned.peak <= room:  # memory ran out nevertheless: settings below the plan's own peak are ways
             room = int(0.99 * planned.peak)
-            _, ways = memory_and_ways(config, model, saved, run.ranks.size, room, (slots, patches))
+        ways = predictor.ways(config, run.ranks.size, room, (slots, patches))
     except HeadwayError:
         return None
     # The fullest moment by its parts, the largest first.
@@ -180,7 +181,8 @@ def record_memory(run: Run, config: TrainConfig, peak_bytes: int) -> Path | None
     cost_model = run.trained.cost_model
     pack = fullest_pack(config, cost_model)
     try:
-        planned = memory_plan(config, cost_model, saved_of_recipe(config), run.ranks.size, pack.tokens, pack.patches)
+        predictor = Predictor(cost_model, saved_of_recipe(config))
+        planned = predictor.memory(config, run.ranks.size, (pack.tokens, pack.patches))
     except HeadwayError:
         return None
     # Other processes hold all that is neither free nor reserved by this allocator.

@@ -6,10 +6,12 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from headway.devices import named_device
 from headway.errors import DataError, PlanError
 from headway.packing.lengths import LengthTable
-from headway.predict.fitting import memory_plan
 from headway.predict.packs import plan_packs
+from headway.predict.predictor import Predictor
+from headway.predict.speeds import Speeds
 from headway.predict.tune import distinct, front
 from headway.predict.tune.search import PricedLengths
 from headway.predict.tune.space import admitted
@@ -46,10 +48,24 @@ def test_packs_and_memory_are_those_of_a_dry_run(make_search):
     search = make_search()
     best = search.run().ranked[0]
     name, lengths = search.lengths
-    packs = plan_packs(best.config, search.cost_model, best.shape, "none", lengths=(name, lengths))
+    packs = plan_packs(best.config, search.predictor.cost_model, best.shape, "none", lengths=(name, lengths))
     assert packs.to_dict() == best.packs.to_dict()
-    memory = memory_plan(best.config, search.cost_model, search.saved, 8, packs.most_tokens, packs.most_patches)
+    memory = search.predictor.memory(best.config, 8, (packs.most_tokens, packs.most_patches))
     assert memory == best.memory
+
+
+@pytest.mark.parametrize("recompute", ["none", "full", "every:3", "full,-attention"])
+def test_packs_planned_without_recomputation_take_what_those_planned_with_it_take(make_search, recompute):
+    search = make_search()
+    config = admitted(search.config, {"speed.recompute": recompute})
+    speeds, shape = Speeds.of_device(named_device("H100"), "bf16"), config.parallel.mesh_shape(8)
+    predictor = Predictor(search.predictor.cost_model, search.predictor.saved, speeds=speeds)
+    plain, again = (
+        plan_packs(config, predictor.cost_model, shape, choice, search.lengths) for choice in ("none", recompute)
+    )
+    expected, found = predictor.time(config, again, 8), predictor.time(config, plain, 8)
+    assert found.flops == expected.flops == plain.flops.total
+    assert found.step_s == pytest.approx(expected.step_s, rel=1e-9)
 
 
 def test_steps_have_the_size_asked_for(make_search):
@@ -105,7 +121,7 @@ def test_the_recipe_itself_is_timed_too(make_search, recipe):
 
 
 def test_lengths_cost_what_they_cost_and_are_counted_once(make_search, monkeypatch):
-    model = make_search().cost_model
+    model = make_search().predictor.cost_model
     lengths = length_table(50, 90)
     priced = PricedLengths(lengths.tokens, lengths.patches, lengths.grids, lengths.grid_rows)
     expected = lengths.costs(model)

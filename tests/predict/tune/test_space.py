@@ -8,15 +8,7 @@ from headway.config import load_config
 from headway.errors import ConfigError, PlanError
 from headway.packing.lengths import LengthTable
 from headway.predict.recipe import assignment
-from headway.predict.tune.space import (
-    LEFT,
-    Space,
-    admitted,
-    changes,
-    differences,
-    parse_step_tokens,
-    recipe_text,
-)
+from headway.predict.tune.space import LEFT, Space, admitted, changes, differences, parse_step_tokens, recipe_text
 from helpers.processes import ROOT
 
 

@@ -7,7 +7,7 @@ beyond the limit, none of the others is looked at.
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import product
@@ -17,15 +17,13 @@ import numpy as np
 
 from headway.config import TrainConfig
 from headway.count import CostModel
-from headway.count.activations import SavedActivations
 from headway.errors import ConfigError, DataError, PlanError, UsageError
 from headway.packing.lengths import LengthTable, Numbers
-from headway.predict.fitting import memory_plan
 from headway.predict.memory import MemoryPlan
 from headway.predict.packs import Packs, plan_packs
 from headway.predict.prediction import Prediction
+from headway.predict.predictor import Predictor
 from headway.predict.recipe import assignment
-from headway.predict.step_time import StepForecast
 from headway.predict.tune.space import LEFT, Space, Values, admitted, changes
 from headway.report import format_bytes
 from headway.words import Argument
@@ -38,10 +36,6 @@ MORE_LOST = 0.001
 
 _SHARES_OF_LEFT = (1.0, 0.92, 0.6)  # sizes tried for `memory:SIZE`
 _MIB = 2**20
-
-
-Timer = Callable[[TrainConfig, Packs], StepForecast]
-"""Predicts the time of a step under a configuration whose packs are planned."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,22 +76,18 @@ class Search:
 
     Attributes:
         config: the recipe.
-        cost_model: of its model, with what is frozen frozen and adapters in place.
-        saved: what autograd saves of the model, by precision.
+        predictor: of its model.
         devices: processes, a device each.
         room_bytes: what each device may hold [bytes]; None for no limit.
         lengths: name and table of the samples' lengths.
-        timer: predicts a step's time.
         space: what is tried.
     """
 
     config: TrainConfig
-    cost_model: CostModel
-    saved: Mapping[str, SavedActivations]
+    predictor: Predictor
     devices: int
     room_bytes: int | None
     lengths: tuple[str, LengthTable]
-    timer: Timer
     space: Space
     _packs: dict[tuple[Any, ...], Packs | None] = field(default_factory=dict)
     _tried: int = 0
@@ -221,8 +211,8 @@ class Search:
         return [f"memory:{size // 512 / 2}GiB" if size >= 4096 else f"memory:{size}MiB" for size in sizes if size > 0]
 
     def _candidate(self, config: TrainConfig, changed: Values, packs: Packs, memory: MemoryPlan) -> Prediction:
-        shape, model = config.parallel.mesh_shape(self.devices), self.cost_model
-        time = self.timer(config, packs)
+        shape, model = config.parallel.mesh_shape(self.devices), self.predictor.cost_model
+        time = self.predictor.time(config, packs, self.devices)
         return Prediction(config, model.name, shape, model.params, memory, packs, time, changes=changed)
 
     def _planned(self, config: TrainConfig) -> Packs | None:
@@ -238,9 +228,8 @@ class Search:
         return self._packs[key]
 
     def _plan(self, config: TrainConfig) -> Packs:
-        packs = plan_packs(
-            config, self.cost_model, config.parallel.mesh_shape(self.devices), "none", lengths=self.lengths
-        )
+        shape = config.parallel.mesh_shape(self.devices)
+        packs = plan_packs(config, self.predictor.cost_model, shape, "none", lengths=self.lengths)
         assert packs is not None  # there are lengths
         return packs
 
@@ -265,16 +254,11 @@ class Search:
             return None
 
     def _memory(self, config: TrainConfig, packs: Packs) -> MemoryPlan:
-        return self._plan_memory(config, packs.most_tokens, packs.most_patches, packs.padded)
+        return self.predictor.memory(config, self.devices, (packs.most_tokens, packs.most_patches), packs.padded)
 
     def _memory_of_budget(self, config: TrainConfig) -> int:
         """Peak with packs that are nine tenths full and hold no pictures: less than any real ones [bytes]."""
-        return self._plan_memory(config, math.ceil(0.9 * config.data.tokens_per_pack), 0).peak
-
-    def _plan_memory(
-        self, config: TrainConfig, tokens: int, patches: int, padded: tuple[int, int] | None = None
-    ) -> MemoryPlan:
-        return memory_plan(config, self.cost_model, self.saved, self.devices, tokens, patches, padded)
+        return self.predictor.memory(config, self.devices, (math.ceil(0.9 * config.data.tokens_per_pack), 0)).peak
 
 
 @dataclass(frozen=True, eq=False)

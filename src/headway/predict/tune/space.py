@@ -20,7 +20,7 @@ from headway.config import TrainConfig, changed_config, load_config
 from headway.config.read import EXTENDS
 from headway.errors import ConfigError, PlanError
 from headway.packing.lengths import LengthTable
-from headway.predict.packs import policies_of
+from headway.predict.lengths import policies_of
 from headway.report.quantity import parse_number
 from headway.words import Argument
 

@@ -5,8 +5,8 @@ import pytest
 
 from headway.data.index import LengthIndex
 from headway.data.index.length_index import RaggedArray
-from headway.predict import measured_data as module
-from headway.predict.measured_data import joined, making_s
+from headway.predict import lengths as module
+from headway.predict.lengths import joined, making_s
 
 
 def index(tokens, images, videos, bad=()):

@@ -9,8 +9,8 @@ from headway.config import SpeedConfig
 from headway.errors import ConfigError
 from headway.models import precision as run_precision
 from headway.models.load import load_model
-from headway.predict import speed as train_speed
-from headway.predict.speed import compiles, put_in_kernels
+from headway.train import build as train_speed
+from headway.train.build import compiles, put_in_kernels
 from helpers.models import tiny_config
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

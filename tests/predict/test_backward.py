@@ -11,8 +11,8 @@ from packaging.version import Version
 
 from fake_cuda.moments import MOMENTS, PACKS, run_moments, settings
 from fake_cuda.shared import Witness, run_shared
-from headway.predict.moments import MOMENTS as PLANNED
-from headway.predict.moments import moment
+from headway.predict.memory import MOMENTS as PLANNED
+from headway.predict.memory import moment
 
 TARGET = 0.05
 IS_NEW = Version(torch.__version__) >= Version("2.13")

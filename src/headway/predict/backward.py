@@ -1,64 +1,33 @@
-"""Moments of a training step and the bytes that one device holds at each of them, by part.
+"""Backward of a pack on one device: what each block needs and leaves, and the fullest point of the walk through them.
 
-`built` is the model before its first pack. The first step's moments come before the optimizer has state, which its
-update makes; those of later steps find it there. A part's number of bytes may differ from moment to moment: autograd
-has let go of what backward has passed, and gradients come as it goes.
+Autograd lets go of what backward has passed, and gradients come as it goes. FSDP2 gathers weights, and lays gradients
+out for their sum, unit by unit.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from headway.predict.recompute import BlockBytes
-
-FLOAT32, BFLOAT16 = 4, 2
-"""Bytes of a number."""
-
-MOMENTS = ("built", "first forward", "first backward", "first update", "forward", "backward", "update")
-"""Names of the moments, in their order; the last three are moments of later steps."""
-
-PARTS = {
-    "weights": "this device's share, as the optimizer sees them",
-    "base": "this device's share of the frozen weights in 4 or 8 bits",
-    "gradients": "this device's share, of what backward has passed",
-    "optimizer": "moments",
-    "average": "moving average of the weights",
-    "casts": "copies of weights in the dtype of the products, of a base as it is dequantised",
-    "gathered": "weights that are whole for a while",
-    "reducing": "gradients of a unit on their way to the other devices",
-    "batch": "pixels, as they came and as the tower reads them",
-    "activations": "kept for backward, of the largest pack",
-    "recomputing": "activations of the block that is computed again",
-    "passing": "gradients of what the block computes that backward is in",
-    "head": "logits at hand, and the gradients made with them",
-    "updating": "float32 copies that the optimizer works on",
-}
-"""Parts of memory, each in words."""
+from headway.count import CostModel, Workload, drivers
+from headway.count.activations import SavedActivations
+from headway.count.units import chosen_blocks, remembered
+from headway.predict.activations import BlockBytes, block_bytes, padding_of_sums
+from headway.predict.recipe import Sharing, State
+from headway.predict.weights import (
+    Holding,
+    UnitName,
+    cast_weights,
+    dequantised_by_block,
+    shared,
+    trained_by_block,
+    values_of_experts,
+    values_of_spread,
+    weights_by_unit,
+)
 
 _NORM = 5
 """Float32 tensors of the residual stream's shape in the backward of a norm written out: the gradients of its output, of
 what it normalised and of the squares' mean, and two products on their way to their sum."""
-
-
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """Memory of a device at the fullest point of a moment."""
-
-    name: str  # one of `MOMENTS`
-    parts: Mapping[str, int]  # bytes by name, in the order of `PARTS`; none is 0
-
-    @property
-    def total(self) -> int:
-        """Bytes of all parts."""
-        return sum(self.parts.values())
-
-
-def moment(name: str, **parts: int) -> Moment:
-    """Make a moment of parts; parts of no size are left out.
-
-    >>> moment("built", optimizer=0, weights=8).parts
-    {'weights': 8}
-    """
-    return Moment(name, {part: parts[part] for part in PARTS if parts.get(part)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,3 +174,108 @@ def _reduced(point: Mapping[str, int], unit: Unit, after: Unit) -> list[dict[str
     """
     let_go = {"gathered": point["gathered"] - unit.gathered, "reducing": unit.arriving + unit.summing}
     return [{**point, "reducing": after.summing + unit.arriving}, {**point, **let_go}]
+
+
+def casts_weights(state: State, sharing: Sharing) -> bool:
+    """Tell whether autocast makes copies of weights in the dtype of the products."""
+    return not sharing.gathers and state.compute_bytes < state.weight_bytes
+
+
+@remembered
+def backward_blocks(
+    cost_model: CostModel, saved: SavedActivations, pack: Workload, state: State, sharing: Sharing
+) -> list[BackwardBlock]:
+    """List the backward of each block, in the order of forward: towers before the language model.
+
+    Args:
+        cost_model: the model.
+        saved: what autograd saves of it.
+        pack: the largest micro-batch.
+        state: dtypes, and which blocks are recomputed.
+        sharing: of the model among processes.
+    """
+    holding = Holding.of(state, sharing)
+    in_slices = holding.slices(cost_model)
+    # everything that a block has a share of, by its name
+    units = units_of(cost_model, saved, state, sharing)
+    chosen = chosen_blocks(state.recompute, cost_model, saved)
+    compute, sequence = state.compute_bytes, sharing.sequence
+    sizes = block_bytes(cost_model, saved, pack, fused=state.fused, compute_bytes=compute, sequence=sequence)
+    padding = padding_of_sums(cost_model, saved, pack, state.padded, compute) if state.padded else {}
+    for name in padding.keys() & sizes.keys():  # each process of a sequence group has its heads
+        size, own = sizes[name], padding[name] // sequence
+        sizes = {**sizes, name: replace(size, saved=size.saved + own, attention=size.attention + own)}
+    gradients = trained_by_block(in_slices, saved)
+    casts = cast_weights(cost_model, saved) if casts_weights(state, sharing) else Counter[str]()
+    dequantised = dequantised_by_block(cost_model, saved, holding)
+    by_spread = values_of_spread(in_slices, saved, sharing.expert)
+    # largest result of a block's products [values], whose gradient exists beside the one that it is made of;
+    # a product's FLOPs are 2 for each result and input feature
+    widest: Counter[str] = Counter()
+    gated, towers = set[str](), set[str]()  # blocks in which it is of a gated product; those of a vision tower
+    amounts = {driver: drivers.parse_driver(driver)(pack) for driver in {row.driver for row in cost_model.rows}}
+    for row in cost_model.rows:
+        if row.block in sizes:
+            if row.component.startswith("vision."):
+                towers.add(row.block)
+            if row.features:
+                values = row.forward * amounts[row.driver] // (2 * min(row.features))
+                if values > widest[row.block]:
+                    widest[row.block] = values
+                    (gated.add if row.component.endswith(".mlp") else gated.discard)(row.block)
+    passing = {name: (2 - (state.liger and name in gated)) * widest[name] for name in sizes}
+    # Backward that enters routed experts holds the gradient of their outputs, its product with the outputs, which the
+    # router's gradient is summed from, and under autocast the incoming gradient, cast to the dtype of the products.
+    for name, values in values_of_experts(cost_model, saved).items():
+        passing[name] = max(passing.get(name, 0), (2 + casts_weights(state, sharing)) * values * pack.slots)
+    order = sorted(sizes, key=lambda name: name not in towers)  # stable: as they stand in the model
+    inputs = {name: sizes[name].entry for name in chosen.keys() & sizes.keys() if state.inputs_on_host}
+    sizes = {name: replace(size, entry=0) if name in inputs else size for name, size in sizes.items()}
+    return [
+        BackwardBlock(
+            sizes[name],
+            activations=sizes[name].kept(chosen[name]) if name in chosen else sizes[name].saved,
+            casts=state.compute_bytes * casts[name],
+            # while a weight is dequantised, the gradient of what its product reads is not there yet
+            dequantised=sum(
+                size if number == 0 else max(0, size - state.compute_bytes * widest[name] // sharing.sequence)
+                for number, size in enumerate(dequantised.get(name, ()))
+            ),
+            is_recomputed=name in chosen,
+            input=inputs.get(name, 0),
+            gradients=shared(state.weight_bytes * gradients[name], sharing),
+            passing=compute * passing[name] // sequence,
+            unit=units.get((name, False), NO_UNIT),
+            spread=units.get((name, True), NO_UNIT),
+            by_spread=state.compute_bytes * pack.slots * by_spread[name] // sharing.sequence,
+        )
+        for name in order
+    ]
+
+
+@remembered
+def fullest_point(
+    cost_model: CostModel,
+    saved: SavedActivations,
+    pack: Workload,
+    state: State,
+    sharing: Sharing,
+    ends: Ends,
+    makes_gradients: bool,
+) -> dict[str, int]:
+    """Parts at the fullest point of a backward, whose blocks make gradients beside waiting ones, or do not."""
+    blocks = backward_blocks(cost_model, saved, pack, state, sharing)
+    return fullest_of_backward(blocks if makes_gradients else [replace(block, gradients=0) for block in blocks], ends)
+
+
+def units_of(cost_model: CostModel, saved: SavedActivations, state: State, sharing: Sharing) -> dict[UnitName, Unit]:
+    """List the units that FSDP2 gathers, of blocks and of the parts around the blocks; none of a lone process.
+
+    What is gathered and what is laid out for the sum has full slices; gradients come as the weights are.
+    """
+    if not sharing.gathers:
+        return {}
+    return {
+        name: Unit(unit.gathered, state.compute_bytes * unit.learns, sharing.reduce_bytes * unit.padded)
+        for name, unit in weights_by_unit(cost_model, saved, Holding.of(state, sharing)).items()
+    }

@@ -1,11 +1,89 @@
-"""Heads of a model's attention, read off its rows and its saved activations: for exchanges, memory and rates."""
+"""Activations: bytes that blocks keep from forward to backward, heads of attention, and a pack's pixels."""
 
+from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 from headway.count import CostModel, Workload, drivers
-from headway.count.activations import SavedActivations
+from headway.count.activations import SavedActivations, bytes_of
+from headway.count.recompute import PRODUCTS, result_kind, rows_by_block
 from headway.count.units import remembered
-from headway.predict.moments import FLOAT32
+
+FLOAT32, BFLOAT16 = 4, 2
+"""Bytes of a number."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockBytes:
+    """Activations that one block keeps from forward to backward [bytes]."""
+
+    saved: int  # all of them, where it is not recomputed
+    entry: int  # input of the block, kept where the block is recomputed
+    # kept beside the entry where these do not run again
+    attention: int = 0
+    projections: int = 0
+    mlp: int = 0
+
+    def kept(self, kinds: Collection[str] = ()) -> int:
+        """Bytes that the block keeps where it is recomputed, with the results of some kinds."""
+        results: int = sum(getattr(self, kind) for kind in kinds)
+        return min(self.saved, self.entry + results)
+
+
+@remembered
+def block_bytes(
+    cost_model: CostModel,
+    saved: SavedActivations,
+    pack: Workload,
+    *,
+    fused: bool,
+    compute_bytes: int,
+    sequence: int = 1,
+) -> dict[str, BlockBytes]:
+    """List the activations that each block of the backward keeps on one device, by name.
+
+    Args:
+        cost_model: of the model, with what is frozen frozen.
+        saved: what autograd saves of it, in the precision of its forward.
+        pack: one micro-batch.
+        fused: whether blocks are compiled or run on fused kernels.
+        compute_bytes: of a number that a product gives.
+        sequence: processes that share the pack.
+    """
+    alive = cost_model.blocks_in_backward
+    products = _products(cost_model)
+    amounts = {driver: drivers.parse_driver(driver)(pack) for driver in {row.driver for row in cost_model.rows}}
+    sizes: dict[tuple[int, Any], BlockBytes] = {}  # blocks of one stack are mostly one object
+    for name, block in saved.blocks.items():
+        key = (id(block), products.get(name))
+        if key not in sizes:
+            parts = (block.fused if fused else block.plain, block.entry, block.attention)
+            of_saved = [-(-bytes_of(rows, pack) // sequence) for rows in parts]
+            of_products = [
+                compute_bytes * sum(values * amounts[driver] for driver, values in layers) // sequence
+                for layers in products.get(name, ())
+            ]
+            sizes[key] = BlockBytes(*of_saved, *of_products)
+    return {
+        name: sizes[id(block), products.get(name)] for name, block in saved.blocks.items() if name and name in alive
+    }
+
+
+@remembered
+def _products(cost_model: CostModel) -> dict[str, tuple[tuple[tuple[str, int], ...], ...]]:
+    """List what each of `PRODUCTS` keeps of each block: drivers, and values for a unit of each."""
+    products = {}
+    for name, rows in rows_by_block(cost_model.rows).items():
+        kinds: list[Counter[str]] = []
+        for kind in PRODUCTS:
+            kinds.append(Counter())
+            sizes = {row.features for row in rows if row.recomputed and result_kind(row) == kind}
+            for row in rows:
+                if row.features and row.features in sizes:  # 2 FLOPs for each value and feature that goes in
+                    kinds[-1][row.driver] += row.forward // (2 * row.features[0])
+        products[name] = tuple(tuple(kind.items()) for kind in kinds)
+    return products
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,3 +189,21 @@ def padding_of_sums(
         places = max(there, patches if attention.driver.startswith("patch") else tokens)
         added[attention.block] = FLOAT32 * attention.heads * (PADDED_SUMS * places - there)
     return added
+
+
+@remembered
+def pixel_bytes(cost_model: CostModel, pack: Workload, compute_bytes: int) -> int:
+    """Bytes of a pack's pixels: as bytes, scaled to float32, and where autocast is, once more for the product.
+
+    A value of a patch is multiplied into each channel of the tower once, which gives how many there are.
+    """
+    row = next((row for row in cost_model.rows if row.component == "vision.embed"), None)
+    width = min(
+        (min(r.features) for r in cost_model.rows if r.features and r.block and r.component.startswith("vision.")),
+        default=0,
+    )
+    if row is None or not width:
+        return 0
+    values = row.forward * drivers.parse_driver(row.driver)(pack) // (2 * width)
+    copies = FLOAT32 + (compute_bytes if compute_bytes < FLOAT32 else 0)
+    return values * (1 + copies)

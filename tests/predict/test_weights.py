@@ -1,4 +1,4 @@
-"""Slices that FSDP2 fills up: rows of tensors by their shapes, and sizes by hand from the rule of `torch.chunk`."""
+"""Slices of weights that FSDP2 fills up: rows of tensors by their shapes, and sizes from the rule of `torch.chunk`."""
 
 from collections import Counter
 
@@ -7,7 +7,7 @@ import torch
 
 from fake_cuda.moments import small_config, traced
 from headway.count import load_cost_model
-from headway.predict.slices import numbers_by_unit, padding_of, rows_of, sliced, spread_over
+from headway.predict.weights import Holding, padding_of, rows_of, sliced, spread_over, weights_by_unit
 from headway.tracing.build import model_on_shapes
 
 WIDTH, INTER, EXPERTS = 256, 256, 8  # of the little model of experts
@@ -61,8 +61,8 @@ def test_the_share_that_is_filled_up_is_told():
 
 def test_gradients_as_they_come_are_not_filled_up():
     cost_model, saved = traced("little experts")
-    found = numbers_by_unit(cost_model, sliced(cost_model, 32, 1), saved["bfloat16"], 1)
-    learns, padded = found["model.layers.0"]
+    found = weights_by_unit(cost_model, saved["bfloat16"], Holding(4, 2, gathers=True, shards=32))
+    _, _, learns, padded = found["model.layers.0", False]
     own = sum(one.numel for one in cost_model.parameters if one.name.startswith("model.layers.0."))
     assert learns == own
     assert padded == own + 24 * EACH + 24 * WIDTH  # the router has a row for each expert too
@@ -70,15 +70,15 @@ def test_gradients_as_they_come_are_not_filled_up():
 
 def test_spread_experts_are_a_unit_of_their_own():
     cost_model, saved = traced("little experts")
-    found = numbers_by_unit(cost_model, sliced(cost_model, 64, 4), saved["bfloat16"], 4)
-    assert found["model.layers.0 (experts)"] == (2 * EACH, 16 * EACH)
-    assert found["model.layers.0"][0] == sum(
+    found = weights_by_unit(cost_model, saved["bfloat16"], Holding(4, 2, gathers=True, shards=64, expert=4))
+    assert found["model.layers.0", True] == (4 * 16 * EACH, 2 * 16 * EACH, 2 * EACH, 16 * EACH)
+    assert found["model.layers.0", False].learns == sum(
         one.numel
         for one in cost_model.parameters
         if one.name.startswith("model.layers.0.") and ".experts" not in one.name
     )
-    alone = numbers_by_unit(cost_model, sliced(cost_model, 64, 1), saved["bfloat16"], 1)
-    assert not [unit for unit in alone if unit.endswith("(experts)")]
+    alone = weights_by_unit(cost_model, saved["bfloat16"], Holding(4, 2, gathers=True, shards=64))
+    assert not [unit for unit, is_spread in alone if is_spread]
 
 
 def test_experts_that_every_token_passes_are_not_spread():
