@@ -186,30 +186,48 @@ def products_of(measured: MeasuredTrace, step: MeasuredStep) -> tuple[Counter[Pr
         Time [ns] of each size, under None that of matmul-class kernels that are no product or have no sizes; and calls
         of each size.
     """
-    trace, host = measured.trace, measured.trace.host
     spent: Counter[Product | None] = Counter()
+    calls: Counter[Product | None] = Counter()
+    for call in product_calls(measured, step):
+        spent[call.product] += call.ns
+        calls[call.product] += call.product is not None
+    return spent, calls
+
+
+class ProductCall(NamedTuple):
+    """A call of a matrix product; of matmul-class kernels that are no product or have no sizes, all time together."""
+
+    product: Product | None  # its sizes
+    ns: int  # time of its kernels [ns]
+    event: int  # one of its events; NONE of those without sizes
+
+
+def product_calls(measured: MeasuredTrace, step: MeasuredStep) -> list[ProductCall]:
+    """Find the calls of matrix products in a step; their times add up to its matmul-class time."""
+    trace, host = measured.trace, measured.trace.host
+    unknown_ns = 0
     of_operator: Counter[int] = Counter()
-    products: dict[int, Product] = {}
+    products: dict[int, tuple[Product, int]] = {}  # the product and an event of each operator
     for owned in (owned for owned in step.owned if owned.line == MATMUL):
         operator, operands = measured.operator_of(owned.event), measured.operands_of(owned.event)
         product = None if operands is None else operands.product(trace.names[host.name[operator]])
         if product is None:
-            spent[None] += owned.ns
+            unknown_ns += owned.ns
         else:
-            products[operator] = product
+            products[operator] = product, owned.event
             of_operator[operator] += owned.ns
-    calls: Counter[Product | None] = Counter()
+    calls = [ProductCall(None, unknown_ns, NONE)] if unknown_ns else []
     called = NONE
-    # An operator stands before the operators of its thread that it calls.
+    # An operator stands before the operators of its thread that it calls: aten::linear is the aten::addmm within.
     for operator in sorted(products, reverse=True):
         calls_it = called != NONE and host.track[called] == host.track[operator]
         if calls_it and host.end_ns[called] <= host.end_ns[operator]:
-            products[operator] = products[called]  # aten::linear is the aten::addmm that it calls
+            inner = calls.pop()
+            calls.append(inner._replace(ns=inner.ns + of_operator[operator]))
         else:
-            calls[products[operator]] += 1
-        spent[products[operator]] += of_operator[operator]
+            calls.append(ProductCall(products[operator][0], of_operator[operator], products[operator][1]))
         called = operator
-    return spent, calls
+    return calls
 
 
 def gemms_of(waterfall: StepWaterfall) -> list[GemmRow]:

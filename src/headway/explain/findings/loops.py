@@ -34,6 +34,7 @@ AT_ONCE = ("aten::_fused_", "aten::_foreach_")
 # A fused update is a few kernels for each group of parameters, with clipping some tens; a loop is about ten for each of
 # hundreds of tensors.
 MANY_UPDATES = 100
+_MODEL_PRODUCTS = 8  # products a step from which what runs there is a model; each may be three nested operators
 _SEEN_NS = 200_000  # gap from which a look at the stack may have fallen into it
 _MANY_SIZES = 4  # parameters of a model have several
 _READ_BACK = "aten::item"
@@ -131,9 +132,13 @@ def parameter_loop(evidence: StepEvidence) -> Observation | None:
 
 
 def _parameter_loop(evidence: StepEvidence) -> list[EventTime]:
-    """Events of a loop over tensors of several sizes; none where the loop calls few operators, or on one size."""
+    """Events of a loop over tensors of several sizes; none where the loop calls few operators, or on one size.
+
+    What multiplies matrices there is another model, such as a reference.
+    """
     events = _beside_the_model(evidence)
-    if len(events) <= MANY_UPDATES * evidence.num_steps:
+    has_products = sum(event.line == MATMUL for event in events) >= _MODEL_PRODUCTS * evidence.num_steps
+    if has_products or len(events) <= MANY_UPDATES * evidence.num_steps:
         return []
     operands = (event.trace.operands_of(event.event) for event in events)
     sizes = {operand.sizes for operand in operands if operand is not None}

@@ -11,7 +11,7 @@ from typing import Any
 
 from headway.explain.events import NONE
 from headway.explain.explanation import MOST, Finding
-from headway.explain.findings import device, host, loops, patterns, pauses, ranks, rollout, series
+from headway.explain.findings import device, host, loops, patterns, pauses, products, ranks, rollout, series
 from headway.explain.findings.evidence import RunEvidence, StepEvidence
 from headway.explain.findings.gaps import StepPauses, pauses_of
 from headway.explain.findings.patterns import dearest_parts
@@ -28,7 +28,7 @@ from headway.explain.measurement import MATMUL
 from headway.report import format_ms
 from headway.report.step_lines import NAMES, SLOW
 
-_SUBJECTS = (host, pauses, loops, patterns, device, ranks, rollout, series)
+_SUBJECTS = (host, pauses, loops, patterns, products, device, ranks, rollout, series)
 RULES: tuple[Rule, ...] = tuple(rule for subject in _SUBJECTS for rule in subject.RULES)
 LEAST = 0.20  # part of the steps from which a loss without a named cause is a finding
 _NO_LOSS = ("useful", MATMUL, "ceiling")

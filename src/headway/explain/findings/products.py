@@ -1,0 +1,323 @@
+"""Rules about matrix products: those that ran beyond the counted ones, updates in each pass, and rates below the peak.
+
+A profile has the sizes of all products that ran, and Headway's traces the FLOPs that the step was counted for. What ran
+beyond them is work that nobody asked for: an evaluation, a second forward, a reference model, a second backward.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from headway.explain.attribution import Phase
+from headway.explain.breakdown import ProductCall, product_calls
+from headway.explain.events import NONE, Kind
+from headway.explain.explanation import StepWaterfall
+from headway.explain.findings.evidence import StepEvidence, as_number
+from headway.explain.findings.patterns import num_passes
+from headway.explain.findings.rule import FindingPlace, Observation, Rule, RuleObserver
+from headway.explain.kernels import is_attention
+from headway.explain.measurement import MATMUL
+from headway.report import format_flops, format_rate, format_share
+from headway.words import Argument
+
+_UNCOUNTED = 1.15  # ran / counted FLOPs; losses and routers run a few products that no ledger has
+_MOSTLY = 0.5  # part of what was not counted from which it has one cause
+_UPDATE = "Optimizer.step#"
+_SLOW_PRODUCTS, _GOOD_PRODUCTS = 0.25, 0.5  # of the best rate; good sizes reach 50 to 80 %, attention 40 to 70 %
+_KNOWN = 0.5  # part of the products' time whose sizes must be known
+_NEARLY_ALL = 0.8  # part of the time from which products alone decide how long a step takes
+# And element of a head: a product of query and key, one of weight and value; in backward five products for two.
+_FLOPS_PER_PAIR, _BACKWARD_TIMES = 4, 2.5
+_TOKENS_FIRST = re.compile(r"::_?(efficient|flash)_attention_|^flash_attn")  # (batch, tokens, heads, head size)
+
+
+@dataclass(slots=True)
+class _Ran:
+    """FLOPs of products of one phase that ran in the steps, and what was counted."""
+
+    counted: float = 0.0  # FLOPs that the steps were counted for
+    all: float = 0.0  # FLOPs that ran
+    outside: float = 0.0  # FLOPs of it outside of the metered model's passes
+    without_backward: float = 0.0  # FLOPs of it in passes of the model that no backward follows
+    again: float = 0.0  # FLOPs of it that differentiate an operator another time
+    modules: Counter[str] = field(default_factory=Counter)  # FLOPs by module
+
+    @property
+    def excess(self) -> float:
+        """FLOPs beyond the counted ones; 0 where losses and routers may have run them."""
+        return self.all - self.counted if self.all > _UNCOUNTED * self.counted > 0 else 0.0
+
+
+def uncounted_products(evidence: StepEvidence) -> Observation | None:
+    """Products that ran beyond those that the steps were counted for."""
+    ran = {Phase.FORWARD: _Ran(), Phase.BACKWARD: _Ran()}
+    for waterfall in evidence.measured_steps:
+        counted = _counted(evidence, waterfall)
+        if counted is None or waterfall.measured is None:
+            return None
+        for phase, flops in counted.items():
+            ran[phase].counted += flops
+        _add_products(ran, product_calls(*waterfall.measured), waterfall)
+    times = {phase: _time_of(evidence, phase) for phase in ran}
+    lost_ns = {phase: times[phase] * part.excess / part.all if part.all else 0.0 for phase, part in ran.items()}
+    phase = max(lost_ns, key=lost_ns.__getitem__)
+    if not lost_ns[phase]:
+        return None
+    part, ns = ran[phase], sum(lost_ns.values())
+    cause, advice, where = _why(phase, part, has_both=all(lost_ns.values()))
+    per_step = [format_flops(flops / len(evidence.measured_steps)) for flops in (part.all, part.counted)]
+    return Observation(
+        ns,
+        f"matrix products of {per_step[0]} ran in the {phase.value}s of a step, {part.all / part.counted:.1f} times "
+        f"the {per_step[1]} that were counted{where}; what was not counted takes {evidence.share(ns)} of the time.",
+        cause,
+        advice,
+    )
+
+
+def _counted(evidence: StepEvidence, waterfall: StepWaterfall) -> dict[Phase, float] | None:
+    """FLOPs of a step's products that were counted, without attention, which has products of its own."""
+    components = evidence.step_fact(waterfall, "useful_flops")
+    if not isinstance(components, Mapping) or not components:
+        return None
+    counted = Counter({Phase.FORWARD: 0.0, Phase.BACKWARD: 0.0})
+    total = 0.0
+    for name, flops in components.items():
+        for phase in (Phase.FORWARD, Phase.BACKWARD):
+            number = as_number(flops.get(phase.value)) or 0.0
+            total += number
+            counted[phase] += 0.0 if str(name).endswith(".attention") else number
+    # Layers spend on padding what they spend on tokens, in both phases alike.
+    padded = 1 + (as_number(evidence.step_fact(waterfall, "padding_flops")) or 0.0) / total if total else 1.0
+    return {phase: flops * padded for phase, flops in counted.items()}
+
+
+def _add_products(ran: Mapping[Phase, _Ran], calls: list[ProductCall], waterfall: StepWaterfall) -> None:
+    """Add the products of a step: single ones, since attention may run as batches of more pairs than its mask has."""
+    if waterfall.measured is None:
+        return
+    attribution, host = waterfall.measured[0].attribution, waterfall.measured[0].trace.host
+    differentiated = set(host.sequence[host.forward_thread > 0].tolist()) - {NONE}  # numbers of forward operators
+    first: dict[tuple[int, int], int] = {}  # operator of backward that differentiated an operator of forward first
+    for call in sorted(calls, key=lambda call: call.event):
+        phase = attribution.phase[call.event] if call.event != NONE else Phase.UNKNOWN
+        if phase not in ran or call.product is None or call.product.batch > 1:
+            continue
+        flops, part = call.product.flops, ran[phase]
+        part.all += flops
+        part.modules[attribution.module[call.event]] += flops
+        launch = int(attribution.launch[call.event])
+        operator = attribution.contexts[launch].operator if launch != NONE else NONE
+        # A forward of eval() is no pass, but its modules have their paths; other models have none.
+        is_outside = attribution.passes[call.event] == NONE and not attribution.module[call.event]
+        has_backward = operator != NONE and int(host.sequence[operator]) in differentiated
+        part.outside += flops if is_outside and not has_backward else 0
+        part.without_backward += flops if not is_outside and not has_backward else 0
+        backward = attribution.contexts[launch].backward if launch != NONE else NONE
+        if phase is Phase.BACKWARD and backward != NONE:
+            node = int(host.forward_thread[backward]), int(host.sequence[backward])
+            part.again += flops if first.setdefault(node, backward) != backward else 0
+
+
+def _time_of(evidence: StepEvidence, phase: Phase) -> int:
+    """Time of the operators of a phase, of the model and outside of it, with Python between them on a CPU [ns]."""
+    return sum(
+        event.ns + (event.late_ns if evidence.is_cpu else 0)
+        for event in evidence.spent
+        if event.phase is phase and event.line in (MATMUL, "memory", "")
+    )
+
+
+def _why(phase: Phase, part: _Ran, *, has_both: bool) -> tuple[str, str, str]:
+    """Cause, advice, and where the products ran, of what was not counted in a phase."""
+    if part.again >= _MOSTLY * part.excess:
+        return (
+            "backward goes through one graph more than once (retain_graph=True), as with a backward for each of "
+            "several losses.",
+            "the sum of the losses, and one backward.",
+            ", and backward differentiates the same operators again",
+        )
+    if has_both:
+        return (
+            "a pass with its backward was not counted: a second batch, a second model, or an input that count() was "
+            "not given.",
+            "all that the step trains on in count(), if it belongs there.",
+            "",
+        )
+    if phase is Phase.FORWARD and part.without_backward >= _MOSTLY * part.excess:
+        return (
+            "the model runs forward without a backward in the loop: an evaluation, metrics, or sampling.",
+            "metrics from the outputs that the training forward gives; evaluations and samples every some hundred "
+            "steps, within `with meter.away('evaluation')`.",
+            ", most of the rest in forwards of the model that no backward follows",
+        )
+    if phase is Phase.FORWARD and part.outside >= _MOSTLY * part.excess:
+        return (
+            "a model that is not counted runs forward in the step: a reference, a teacher, a judge or a metric.",
+            "its outputs once for each sample, kept beside the data; if it belongs to the step, count it "
+            "(Meter(others=...)).",
+            ", most of the rest outside of the model",
+        )
+    ((module, _),) = part.modules.most_common(1) or [("", 0)]
+    return (
+        "a layer computes more than was counted of it, such as experts that multiply every token or positions that "
+        "are masked, or the batch has more than count() was given.",
+        "the same step by module and by product (`headway explain` with these breakdowns), beside `headway flops`.",
+        f", most of them in {module}" if module else "",
+    )
+
+
+def update_each_pass(evidence: StepEvidence) -> Observation | None:
+    """An optimizer that updates the same weights after each pass of a step."""
+    if any(step.phases for step in evidence.steps):  # several updates on one rollout are how it learns
+        return None
+    again_ns, most = 0.0, 0
+    for step, events, seen in zip(evidence.measured_steps, evidence.spent_by_step, num_passes(evidence), strict=True):
+        updates = _updates(step)
+        packs = evidence.step_fact(step, "packs")  # where the loop calls parts of the model, passes are not seen
+        passes = max(seen, len(packs) if isinstance(packs, list) else 0)
+        ns = sum(
+            event.ns + (event.late_ns if evidence.is_cpu else 0) for event in events if event.phase is Phase.OPTIMIZER
+        )
+        if passes >= 2 and updates >= passes:
+            again_ns += ns * (1 - 1 / updates)
+            most = max(most, updates)
+    if not most:
+        return None
+    return Observation(
+        again_ns,
+        f"one optimizer updated the same weights {most} times in a step, after each of its passes; once would save "
+        f"{evidence.share(again_ns)} of the time.",
+        "optimizer.step() stands in the loop over micro-batches.",
+        "optimizer.step() and zero_grad() once, behind the last micro-batch; or a step of the meter for each update, "
+        "if each is meant.",
+    )
+
+
+def _updates(step: StepWaterfall) -> int:
+    """Number of updates of the same weights in a step: calls of an optimizer that run as many operators; 0 of others.
+
+    Two networks with an optimizer each, as of a GAN, differ in it.
+    """
+    if step.measured is None:
+        return 0
+    trace, window = step.measured[0].trace, step.measured[1].window
+    host = trace.host
+    names = [number for number, name in enumerate(trace.names) if name.startswith(_UPDATE)]
+    inside = (host.start_ns >= window.start_ns) & (host.start_ns < window.end_ns) & (host.kind == Kind.ANNOTATION)
+    calls = np.flatnonzero(inside & np.isin(host.name, names))
+    operators = np.sort(host.start_ns[host.kind == Kind.OPERATOR])
+    begins, ends = (np.searchsorted(operators, column[calls]) for column in (host.start_ns, host.end_ns))
+    sizes = {(int(host.name[call]), int(number)) for call, number in zip(calls, ends - begins, strict=True)}
+    return len(calls) if len(sizes) == 1 else 0
+
+
+def slow_products(evidence: StepEvidence) -> Observation | None:
+    """Products that take most of the time, at a small part of the rate that the device can reach."""
+    if evidence.is_cpu or not evidence.measured_steps:
+        return None
+    rates = evidence.measured_steps[0].rates
+    best = None if rates is None else rates.best_flops_per_s
+    sized = _sized_products(evidence)
+    known_ns = sum(ns for _, ns in sized.values())
+    all_ns = evidence.matmul_ns
+    if known_ns < _KNOWN * all_ns or not known_ns:
+        return None
+    if not best:
+        return None if rates is None else _without_a_peak(evidence, all_ns, sized, rates.why_no_peak)
+    flops = sum(flops for flops, _ in sized.values())
+    rate = flops / known_ns * 1e9
+    if rate >= _SLOW_PRODUCTS * best:
+        return None
+    lost_ns = {name: ns - flops / best * 1e9 for name, (flops, ns) in sized.items()}
+    name = max(lost_ns, key=lost_ns.__getitem__)
+    its_flops, its_ns = sized[name]
+    return Observation(
+        known_ns * (1 - rate / (_GOOD_PRODUCTS * best)),
+        f"products take {evidence.share(all_ns)} of the time, at {format_share(rate / best)} of the "
+        f"{format_rate(best)} that the device can reach; most of it goes to {name}: "
+        f"{format_rate(its_flops / its_ns * 1e9)}, {evidence.share(its_ns)} of the time.",
+        "the kernel that was chosen is slow on this device, or for these sizes: a fallback, a library without a tuned "
+        "kernel, sizes that fill few of its units; or the clock is low.",
+        "another kernel for it (another attention backend, hipBLASLt or a newer cuBLAS or cuDNN, a tuned table of "
+        "products), the same product alone in a benchmark, and larger sizes.",
+    )
+
+
+def _without_a_peak(
+    evidence: StepEvidence, all_ns: int, sized: Mapping[str, tuple[float, int]], why: str
+) -> Observation | None:
+    """Tell that nobody knows how good the products are, if they are nearly all of the time."""
+    if all_ns < _NEARLY_ALL * evidence.duration_ns:
+        return None
+    name = max(sized, key=lambda name: sized[name][1])
+    flops, ns = sized[name]
+    return Observation(
+        all_ns,
+        f"products take {evidence.share(all_ns)} of the time, most of it {name} at {format_rate(flops / ns * 1e9)}.",
+        f"not known: {why or 'the trace does not name the device.'}",
+        f"{Argument('device')} with the device's name or its dense rate [FLOP/s], which tells how far from its peak "
+        "they are.",
+    )
+
+
+def _sized_products(evidence: StepEvidence) -> dict[str, tuple[float, int]]:
+    """FLOPs and time [ns] of the products whose sizes are known, by a name with the sizes."""
+    sized: dict[str, tuple[float, int]] = {}
+
+    def add(name: str, flops: float, ns: int) -> None:
+        before = sized.get(name, (0.0, 0))
+        sized[name] = before[0] + flops, before[1] + ns
+
+    for waterfall, events in zip(evidence.measured_steps, evidence.spent_by_step, strict=True):
+        for call in product_calls(*waterfall.measured) if waterfall.measured is not None else ():
+            if call.product is not None:
+                batch, *sizes, dtype = call.product
+                text = f"{f'{batch}*' if batch > 1 else ''}{'x'.join(map(str, sizes))}"
+                add(f"products of {text} in {dtype}", call.product.flops, call.ns)
+        called: dict[int, int] = {}  # operators of attention, with the time of their kernels [ns]
+        for event in events:
+            if event.line == MATMUL and is_attention(event.operator) and event.product is None:
+                operator = event.trace.operator_of(event.event)
+                called[operator] = called.get(operator, 0) + event.ns
+        for operator, ns in called.items():
+            pairs = _attention_flops(waterfall, operator)
+            if pairs is not None:
+                add(*pairs, ns)
+    return sized
+
+
+def _attention_flops(waterfall: StepWaterfall, operator: int) -> tuple[str, float] | None:
+    """Sizes of an operator of attention, as a name, and its FLOPs with all pairs, the most that its mask may allow."""
+    if waterfall.measured is None or operator == NONE:
+        return None
+    trace = waterfall.measured[0].trace
+    name, index = trace.names[trace.host.name[operator]], int(trace.host.operands[operator])
+    tensors = [size for size in trace.operands[index].sizes if len(size) == 4] if index != NONE else []
+    is_backward = "backward" in name
+    # The first operand of backward is the gradient of the result, which has the sizes of the queries.
+    if len(tensors) < 2 + is_backward:
+        return None
+    queries, keys = tensors[0], tensors[1 + is_backward]
+    batch, *middle, width = queries
+    tokens, heads = middle if _TOKENS_FIRST.search(name) else middle[::-1]
+    num_keys = keys[1] if _TOKENS_FIRST.search(name) else keys[2]
+    flops = _FLOPS_PER_PAIR * batch * heads * tokens * num_keys * width * (_BACKWARD_TIMES if is_backward else 1)
+    return f"{name} of {batch}x{heads}x{tokens:,}x{width}, {num_keys:,} keys", flops
+
+
+_KERNELS = ("memory", "slow", "matmul", "idle.launch")
+RULES = (
+    # Losses, metrics and routers run some products; a tenth of the time is a part of a model.
+    Rule("uncounted-products", RuleObserver(uncounted_products, 0.10, lines=_KERNELS)),
+    # A fused update is 1 to 5 % of a step, and several of them are as many times that.
+    Rule("update-each-pass", RuleObserver(update_each_pass, 0.03, lines=("optimizer",))),
+    # Products of good sizes reach half of the peak and more; a quarter leaves room for a mix of small ones.
+    Rule(
+        "slow-products",
+        RuleObserver(slow_products, 0.20, place=FindingPlace.UNEXPLAINED, lines=("slow", "matmul")),
+    ),
+)
