@@ -197,7 +197,7 @@ def products_of(measured: MeasuredTrace, step: MeasuredStep) -> tuple[Counter[Pr
 class ProductCall(NamedTuple):
     """A call of a matrix product; of matmul-class kernels that are no product or have no sizes, all time together."""
 
-    product: Product | None  # its sizes
+    product: Product | None  # sizes of the product
     ns: int  # time of its kernels [ns]
     event: int  # one of its events; NONE of those without sizes
 

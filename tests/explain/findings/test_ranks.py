@@ -8,7 +8,7 @@ from headway.explain.findings.rules import find
 from headway.explain.ranks import RankStep, WaitedFor, waited_for
 from headway.explain.trace import read_trace
 from headway.explain.waterfall import explain
-from helpers.traces import US, WrittenTrace, paced_steps, sidecar
+from helpers.traces import PUBLISHED, US, WrittenTrace, paced_steps, sidecar
 
 
 def rank_of(tmp_path, rank, busy_us, *, flops=None, kind="AllReduce"):
@@ -99,3 +99,43 @@ def test_communication_that_nothing_hides_is_found_by_its_kind(tmp_path, kind, r
     (first, *_) = explain([rank_of(tmp_path, 0, 60, kind=kind)]).findings
     assert (first.id, first.ns) == (rule, 40 * US)
     assert "larger batches" in first.next
+
+
+# Names as NCCL, RCCL, Gloo and c10d write them.
+COLLECTIVES = {
+    "gloo:broadcast": ("broadcast_buffers", 1),
+    "ncclDevKernel_Broadcast_RING_LL(ncclDevKernelArgsStorage<4096ul>)": ("broadcast_buffers", 1),
+    "c10d::barrier": ("barrier", 1),
+    "nccl:all_reduce": ("gradients are exchanged", 1),
+    "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)": ("gradients are exchanged", 1),
+    "gloo:all_reduce": ("many small tensors", 40),
+    "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)": ("results of all ranks", 1),
+    "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)": ("gradients are exchanged", 1),
+    "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)": ("gradients are exchanged", 1),
+}
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_a_collective_is_told_by_its_name_and_ddp_gathers_no_weights(tmp_path, name):
+    cause, number = COLLECTIVES[name]
+
+    def step(trace, at, serial):
+        trace.operator("torch.distributed.ddp.reducer::copy_bucket_to_grad", at, US)
+        for i in range(number):
+            begin = at + 1000 * US + 40 * US // number * i
+            trace.launched(name, at + US + i, begin, 40 * US // number, serial + i + 1, operator="c10d::exchange")
+        trace.launched("gemm", at + 50 * US, at + 1040 * US, 60 * US, serial + 90, operator="aten::mm")
+
+    found = {
+        finding.id: finding for finding in explain([read_trace(paced_steps(step).write(tmp_path / "t.json"))]).findings
+    }
+    assert "exposed-gathers" not in found
+    assert cause in found["exposed-communication"].cause
+
+
+@pytest.mark.parametrize("path", PUBLISHED)
+def test_no_published_ddp_trace_gathers_sharded_weights(path):
+    trace = read_trace(path)
+    is_ddp = any("ddp.reducer" in name or name.startswith("DistributedDataParallel") for name in trace.names)
+    found = {finding.id for finding in explain([trace]).findings}
+    assert not is_ddp or "exposed-gathers" not in found

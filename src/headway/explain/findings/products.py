@@ -26,7 +26,8 @@ from headway.words import Argument
 _UNCOUNTED = 1.15  # ran / counted FLOPs; losses and routers run a few products that no ledger has
 _MOSTLY = 0.5  # part of what was not counted from which it has one cause
 _UPDATE = "Optimizer.step#"
-_SLOW_PRODUCTS, _GOOD_PRODUCTS = 0.25, 0.5  # of the best rate; good sizes reach 50 to 80 %, attention 40 to 70 %
+# Parts of the best rate: good sizes reach 50 to 80 % of it, attention 40 to 70 %.
+_SLOW_PRODUCTS, _GOOD_PRODUCTS = 0.25, 0.5
 _KNOWN = 0.5  # part of the products' time whose sizes must be known
 _NEARLY_ALL = 0.8  # part of the time from which products alone decide how long a step takes
 # And element of a head: a product of query and key, one of weight and value; in backward five products for two.
@@ -83,7 +84,7 @@ def _counted(evidence: StepEvidence, waterfall: StepWaterfall) -> dict[Phase, fl
     components = evidence.step_fact(waterfall, "useful_flops")
     if not isinstance(components, Mapping) or not components:
         return None
-    counted = Counter({Phase.FORWARD: 0.0, Phase.BACKWARD: 0.0})
+    counted = {Phase.FORWARD: 0.0, Phase.BACKWARD: 0.0}
     total = 0.0
     for name, flops in components.items():
         for phase in (Phase.FORWARD, Phase.BACKWARD):
@@ -175,10 +176,12 @@ def update_each_pass(evidence: StepEvidence) -> Observation | None:
     if any(step.phases for step in evidence.steps):  # several updates on one rollout are how it learns
         return None
     again_ns, most = 0.0, 0
-    for step, events, seen in zip(evidence.measured_steps, evidence.spent_by_step, num_passes(evidence), strict=True):
+    for step, events, num_seen in zip(
+        evidence.measured_steps, evidence.spent_by_step, num_passes(evidence), strict=True
+    ):
         updates = _updates(step)
-        packs = evidence.step_fact(step, "packs")  # where the loop calls parts of the model, passes are not seen
-        passes = max(seen, len(packs) if isinstance(packs, list) else 0)
+        packs = evidence.step_fact(step, "packs")  # passes are not seen if the loop calls parts of the model
+        passes = max(num_seen, len(packs) if isinstance(packs, list) else 0)
         ns = sum(
             event.ns + (event.late_ns if evidence.is_cpu else 0) for event in events if event.phase is Phase.OPTIMIZER
         )

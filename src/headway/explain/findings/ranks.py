@@ -2,8 +2,9 @@
 
 import re
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from statistics import median
+from typing import NamedTuple
 
 from headway.explain.attribution import Chore
 from headway.explain.findings.evidence import EventTime, RunEvidence, StepEvidence
@@ -17,7 +18,41 @@ _SLOW_CAUSES = frozenset({"speed", "idle.data", "idle.launch", "idle.sync", "idl
 # Part of the ranks' waiting from which one rank is slow: below it the late rank changes from step to step.
 _MOSTLY = 0.8
 _BY_CHANCE = 0.5  # part of the ranks' waiting for cores; ranks with equal work came a fifth of that apart
-_GATHERS = re.compile(r"all_?gather", flags=re.IGNORECASE)
+_MANY = 32  # exchanges of one kind a step; buckets of gradients are fewer
+_GATHERS = ("all_gather",)
+# Names of collectives, as NCCL, RCCL, Gloo and c10d write them; one that holds another stands first.
+_COLLECTIVE = re.compile(
+    r"(?P<reduce_scatter>reduce_?scatter)|(?P<all_gather>all_?gather)|(?P<all_reduce>all_?reduce)|"
+    r"(?P<all_to_all>all_?to_?all)|(?P<broadcast>broadcast)|(?P<barrier>barrier)|(?P<send>send|recv)",
+    flags=re.IGNORECASE,
+)
+_EXCHANGES = {  # collective: likely cause, advice
+    "broadcast": (
+        "one rank sends its buffers or weights to the others in each forward (DDP's broadcast_buffers).",
+        "broadcast_buffers=False, or buffers that need no agreement registered with persistent=False outside of the "
+        "wrapped model; large tables made on each rank.",
+    ),
+    "barrier": (
+        "ranks wait for each other at a barrier within the step.",
+        "no barrier in the step: collectives wait by themselves.",
+    ),
+    "all_gather": (
+        "results of all ranks, such as logits or embeddings, are gathered in the step, or sharded weights.",
+        "numbers that are reduced before they are sent, less often; traces of all ranks tell transfer from waiting.",
+    ),
+    "all_to_all": (
+        "tokens go to their experts, or heads to their ranks, and nothing computes meanwhile.",
+        "a smaller group within a node; larger batches; traces of all ranks tell transfer from waiting.",
+    ),
+    "many": (
+        "many small tensors, such as metrics or parameters, are exchanged one by one: each costs its latency.",
+        "one exchange of all of them stacked, every some steps.",
+    ),
+    "": (
+        "gradients are exchanged more often or in more bytes than computing hides, or ranks wait for each other.",
+        "larger batches, gradients in bfloat16, fewer exchanges; traces of all ranks tell transfer from waiting.",
+    ),
+}
 _REDUCES = re.compile(r"all_?reduce|reduce_?scatter", flags=re.IGNORECASE)
 
 
@@ -127,10 +162,11 @@ def _waited_for(
 
 def exposed_gathers(evidence: StepEvidence) -> Observation | None:
     """Gathers of sharded weights while nothing computes."""
-    gathered_ns, all_ns = _communicated(evidence)
+    kinds = _communicated(evidence)
+    gathered_ns, all_ns = sum(kind.ns for name, kind in kinds.items() if name in _GATHERS), _total_ns(kinds)
     transferred_ns = evidence.ns("communication") - evidence.ns("communication.waiting")
     ns = round(transferred_ns * gathered_ns / all_ns) if all_ns else 0
-    if 2 * gathered_ns <= all_ns:
+    if 2 * gathered_ns <= all_ns or not _is_sharded(evidence):
         return None
     return Observation(
         ns,
@@ -144,16 +180,25 @@ def exposed_gathers(evidence: StepEvidence) -> Observation | None:
 
 
 def exposed_communication(evidence: StepEvidence) -> Observation | None:
-    """Exchanges of gradients while nothing computes."""
-    gathered_ns, all_ns = _communicated(evidence)
-    if 2 * gathered_ns > all_ns > 0:
+    """Exchanges while nothing computes, by the name of the collective that takes most of it."""
+    kinds = _communicated(evidence)
+    gathered_ns, all_ns = sum(kind.ns for name, kind in kinds.items() if name in _GATHERS), _total_ns(kinds)
+    if 2 * gathered_ns > all_ns > 0 and _is_sharded(evidence):
         return None
     ns = evidence.ns("communication") - evidence.ns("communication.waiting")
+    # Many small exchanges cost their number, whichever the others are.
+    name = max(kinds, key=lambda name: (kinds[name].number > _MANY * evidence.num_steps, kinds[name].ns), default="")
+    kind, which = kinds.get(name, _Exchanges()), ""
+    if name:
+        many = kind.number / evidence.num_steps
+        which = f", {kind.ns / all_ns:.0%} of it in {many:,.0f} {name.replace('_', '-')}s a step"
+    row = "many" if kind.number > _MANY * evidence.num_steps else name
+    cause, advice = _EXCHANGES.get(row, _EXCHANGES[""])
     return Observation(
         ns,
-        f"only communication ran for {evidence.share(ns)} of the time.",
-        "gradients are exchanged more often or in more bytes than computing hides, or ranks wait for each other.",
-        "larger batches, gradients in bfloat16, fewer exchanges; traces of all ranks tell transfer from waiting.",
+        f"only communication ran for {evidence.share(ns)} of the time{which}.",
+        cause,
+        advice,
         setting="parallel.reduce: step with optim.accumulation, parallel.reduce_dtype: bfloat16, larger packs "
         "(data.tokens_per_pack)",
     )
@@ -193,13 +238,33 @@ def _text(event: EventTime) -> str:
     return f"{event.operator or event.name} {event.group}"
 
 
-def _communicated(evidence: StepEvidence) -> tuple[int, int]:
-    gathered = total = 0
-    for event in evidence.spent:
-        if event.line == "communication":
-            total += event.ns
-            gathered += event.ns if _GATHERS.search(f"{event.name} {event.group}") else 0
-    return gathered, total
+class _Exchanges(NamedTuple):
+    """Exchanges of one kind in all steps."""
+
+    ns: int = 0  # time in which nothing else ran [ns]
+    number: int = 0
+
+
+def _communicated(evidence: StepEvidence) -> dict[str, _Exchanges]:
+    """Add up the exchanges that nothing hides, by the name of their collective; "" of an unknown name."""
+    kinds: dict[str, _Exchanges] = {}
+    for event in (event for event in evidence.spent if event.line == "communication"):
+        match = _COLLECTIVE.search(f"{event.name} {event.group}")
+        name = "" if match is None else (match.lastgroup or "")
+        ns, number = kinds.get(name, _Exchanges())
+        kinds[name] = _Exchanges(ns + event.ns, number + 1)
+    return kinds
+
+
+def _total_ns(kinds: Mapping[str, _Exchanges]) -> int:
+    return sum(kind.ns for kind in kinds.values())
+
+
+def _is_sharded(evidence: StepEvidence) -> bool:
+    """Tell whether weights may be sharded: not where data parallelism keeps all of them on each rank (DDP)."""
+    names = {name for step in evidence.measured_steps if step.measured for name in step.measured[0].trace.names}
+    has_ddp = any("ddp.reducer" in name or name.startswith("DistributedDataParallel") for name in names)
+    return not has_ddp or any(name.startswith("FSDP::") for name in names)
 
 
 def recorded_slow_rank(evidence: RunEvidence) -> Observation | None:
