@@ -122,13 +122,16 @@ def test_a_collective_is_told_by_its_name_and_ddp_gathers_no_weights(tmp_path, n
     def step(trace, at, serial):
         trace.operator("torch.distributed.ddp.reducer::copy_bucket_to_grad", at, US)
         for i in range(number):
-            begin = at + 1000 * US + 40 * US // number * i
-            trace.launched(name, at + US + i, begin, 40 * US // number, serial + i + 1, operator="c10d::exchange")
-        trace.launched("gemm", at + 50 * US, at + 1040 * US, 60 * US, serial + 90, operator="aten::mm")
+            offset = 40 * US // number * i
+            if name.startswith("nccl"):
+                trace.launched(name, at + US + i, at + 1000 * US + offset, 40 * US // number, serial + i + 1)
+            else:  # on a CPU
+                trace.operator(name, at + US + offset, 40 * US // number)
+        if name.startswith("nccl"):
+            trace.launched("gemm", at + 50 * US, at + 1040 * US, 60 * US, serial + 90, operator="aten::mm")
 
-    found = {
-        finding.id: finding for finding in explain([read_trace(paced_steps(step).write(tmp_path / "t.json"))]).findings
-    }
+    trace = read_trace(paced_steps(step).write(tmp_path / "t.json"))
+    found = {finding.id: finding for finding in explain([trace]).findings}
     assert "exposed-gathers" not in found
     assert cause in found["exposed-communication"].cause
 
