@@ -1,7 +1,10 @@
+from dataclasses import replace
+
 import pytest
 
 from headway.errors import ConfigError
 from headway.explain.breakdown import break_down
+from headway.explain.explanation import Finding
 from headway.explain.text import as_text
 from headway.explain.trace import read_trace
 from headway.explain.waterfall import explain
@@ -27,6 +30,15 @@ def test_a_waterfall_reads_at_80_columns(tmp_path, monkeypatch):
         assert max(map(len, text.splitlines())) <= 80
     assert "...ayers.17.self_attn.q_proj" not in text
     assert "vectorized_elementwise_..." in text
+
+
+@pytest.mark.parametrize(("mfu_to", "is_shown"), [(0.0123, False), (0.013, True)])
+def test_an_mfu_that_a_finding_does_not_change_in_print_is_not_shown(tmp_path, mfu_to, is_shown):
+    explanation = long_names(tmp_path)
+    finding = Finding("slow-steps", "seen.", "a cause.", "advice.", 1, 0.027, mfu_from=0.0121, mfu_to=mfu_to)
+    text = as_text(replace(explanation, findings=(finding,)))
+    assert ("MFU 1.2 % -> 1.3 %" in text) == is_shown
+    assert ("->" in text) == is_shown
 
 
 @pytest.mark.parametrize(("num_layers", "joins"), [(18, False), (19, True)])

@@ -118,10 +118,21 @@ def _about(log: Log) -> list[str]:
 
 def _phase_lines(step: PhasedStep, duration_ns: int) -> tuple[PhaseLine, ...]:
     """The phases of a step, which add up to its time: what they leave is the rest."""
-    names = [name for name in step.times if name != TRAINERS[step.trainer].total]
+    trainer = TRAINERS[step.trainer]
+    names = [name for name in step.times if name != trainer.total]
     lines = [(name, min(duration_ns, round(step.times[name] * _SECOND_NS))) for name in names]
     lines.append((REST, duration_ns - sum(ns for _, ns in lines)))
-    return tuple(PhaseLine(name, ns, ns / duration_ns, ns, mfu=step.mfu.get(name)) for name, ns in lines)
+    # Lengths of the answers stand at the phase that makes them.
+    lengths = (
+        {} if step.answer is None else {"mean_answer": step.answer.mean, "longest_answer": step.answer.most or 0.0}
+    )
+    return tuple(
+        PhaseLine(
+            name, ns, ns / duration_ns, ns, mfu=step.mfu.get(name),
+            quantities=lengths if "answers" in trainer.phases.get(name, ()) else {},
+        )
+        for name, ns in lines
+    )  # fmt: skip
 
 
 def records_of(log: Log, explanation: JobExplanation) -> list[dict[str, float]]:

@@ -260,7 +260,8 @@ def _findings(findings: Sequence[Finding], *, markdown: bool) -> str:
     for number, finding in enumerate(findings, start=1):
         title = f"{finding.id}: {finding.extent}"
         if finding.mfu_from is not None and finding.mfu_to is not None:
-            title += f", MFU {format_share(finding.mfu_from)} -> {format_share(finding.mfu_to)}"
+            before, after = format_share(finding.mfu_from), format_share(finding.mfu_to)
+            title += f", MFU {before} -> {after}" if before != after else ""
         texts = [_sentence(finding.seen), f"Likely cause: {finding.cause}", f"Try: {finding.next}"]
         if markdown:
             lines.append(f"{number}. **{markdown_text(title)}.** {markdown_text(' '.join(texts))}")

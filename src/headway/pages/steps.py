@@ -60,10 +60,19 @@ def first_sentence(
     if not mfu:
         text += "; MFU is not known"
     if findings:
-        first = findings[0]
+        first = next(filter(_is_headline, findings), None)
+        if first is None:
+            return f"{text}; what the findings name costs little."
         share = f" ({first.extent})" if first.share > 0 else ""
         return f"{text}; first finding, {first.id}{share}: {first.seen.removesuffix('.')}."
     return f"{text}{_largest_loss(mean)}."
+
+
+def _is_headline(finding: Finding) -> bool:
+    """Tell whether a finding would change what is printed: a loss of some per cent of a small MFU may not."""
+    if finding.mfu_from is None or finding.mfu_to is None:
+        return True
+    return finding.share >= _HEADLINE or format_share(finding.mfu_from) != format_share(finding.mfu_to)
 
 
 def _state(summary: Mapping[str, Any], *, is_unfinished: bool) -> str:
@@ -112,6 +121,7 @@ def _largest_loss(mean: MeanWaterfall) -> str:
     return f"; no rule finds anything to mend, and the largest loss of the mean step is {share}: {name}"
 
 
+_HEADLINE = 0.05  # share of the time from which a finding is worth the first sentence, whatever it does to MFU
 _FEW = 2  # steps; fewer have no percentiles
 _SLOW, _MOST_SLOW = 1.5, 10  # a step that is told by its number took so many times the median
 _TOLD = 0.1  # share of a step, or of its tokens, that may explain it

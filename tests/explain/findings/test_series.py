@@ -1,11 +1,14 @@
 """Runs made up of their steps in a row, each with one fault."""
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.explain.findings.evidence import RunEvidence, RunStep
 from headway.explain.findings.rules import find
+from headway.log.losses import StepLoss
 
 SECOND = 10**9
 
@@ -103,3 +106,46 @@ def test_a_change_is_found_at_its_step_and_nothing_else_is_said_of_it(rates, pla
     (found,) = find(run=RunEvidence(rated(changed)))
     assert found.id == "changed-speed"
     assert f"since about step {at + 1} (of" in found.seen
+
+
+@pytest.mark.parametrize("number", [3, 8])
+def test_a_list_of_steps_ends_in_one_full_stop(number):
+    slow = {10 * (i + 1) for i in range(number)}
+    (found, *_) = find(run=RunEvidence(rated([0.2 if n in slow else 1.0 for n in range(1, 101)])))
+    assert found.id == "slow-steps"
+    assert not found.seen.endswith("..")
+    assert ("50 and 3 more" in found.seen) == (number == 8)
+
+
+LOSSES = [10 - 0.08 * n for n in range(100)]
+
+
+@pytest.mark.parametrize(
+    ("losses", "norms", "skipped", "rules"),
+    [
+        (LOSSES, [2.0] * 100, {}, set()),
+        ([*LOSSES[:50], LOSSES[50] + 4, *LOSSES[51:]], [2.0] * 50 + [300.0] + [2.0] * 49, {}, set()),  # one spike
+        ([0.5 + 0.2 * (n % 2) for n in range(100)], [], {}, set()),  # a loss that scatters
+        ([0.01 * (-1) ** n for n in range(100)], [], {}, set()),  # that of a policy's gradient
+        ([*LOSSES[:80], *[9.0] * 20], [], {}, {"rising-loss"}),
+        (LOSSES, [2.0] * 85 + [40.0] * 15, {}, {"unstable-gradients"}),
+        (LOSSES, [2.0] * 85 + [math.inf] + [2.0] * 14, {}, {"unstable-gradients"}),
+        ([*LOSSES[:90], *[math.nan] * 10], [2.0] * 90 + [math.nan] * 10, {}, {"loss-not-finite"}),
+        ([math.nan if n == 40 else loss for n, loss in enumerate(LOSSES)], [], {}, {"loss-not-finite"}),
+        (LOSSES, [], {3: 1}, set()),  # a loss scale that looks for its value
+        (LOSSES, [], dict.fromkeys(range(50, 60), 1), {"skipped-updates"}),
+        ([], [], {}, set()),
+    ],
+)
+def test_a_run_that_does_not_learn_is_told_before_its_speed(losses, norms, skipped, rules):
+    rows = [
+        StepLoss(n + 1, loss, norms[n] if norms else None, num_skipped=skipped.get(n, 0))
+        for n, loss in enumerate(losses)
+    ]
+    found = find(run=RunEvidence(rated([1.0] * 50 + [0.5] * 50), losses=rows))
+    learning = {"rising-loss", "unstable-gradients", "loss-not-finite", "skipped-updates"}
+    assert learning & {one.id for one in found} == rules
+    assert [one.id for one in found] == [*rules, "changed-speed"]
+    for one in found[:-1]:
+        assert (one.ns, one.mfu_to) == (0, None)
+        assert one.extent == one.when != ""

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from headway.explain.findings.evidence import RunEvidence, RunStep
-from headway.explain.findings.rule import Observation, Rule, RuleObserver
+from headway.explain.findings.rule import FindingPlace, Observation, Rule, RuleObserver
 from headway.explain.phases import ASIDE, PhaseLine
 from headway.meter.step_phases import REST
 from headway.report import format_share
@@ -105,6 +105,25 @@ def longest_answer(evidence: RunEvidence) -> Observation | None:
         "answers that have ended keep their rows until the longest of their batch has ended too.",
         "a lower limit of answers' lengths (max_new_tokens), an engine that gives free rows to other prompts "
         "(continuous batching), or batches of prompts with answers of like lengths.",
+    )
+
+
+def generation(evidence: RunEvidence) -> Observation | None:
+    """Answers that take most of the step, in a log that tells their lengths and not how the engine made them."""
+    makers = [total for total in phase_totals(evidence).values() if total["mean_answer"] and not total.num_devices]
+    if not makers:
+        return None
+    dearest = max(makers, key=lambda total: total.ns)
+    mean, longest = (dearest[name] / evidence.num_steps for name in ("mean_answer", "longest_answer"))
+    lengths = f"the mean answer had {mean:,.0f} tokens"
+    lengths += f", the longest of a step {longest:,.0f}" if longest else ""
+    return Observation(
+        dearest.ns,
+        f"the phase '{dearest.name}', which makes the answers, takes {evidence.share(dearest.ns)} of the time; "
+        f"{lengths}.",
+        "answers are made token by token, at the memory's rate, and a step waits for the longest of its answers.",
+        "a lower limit of answers' lengths, more answers at once in the engine, or a rollout beside the update "
+        "(asynchronous training).",
     )
 
 
@@ -271,6 +290,8 @@ def no_overlap(evidence: RunEvidence) -> Observation | None:
 
 # Answers differ in length, rewards take their time and servers are waited for in every loop; a tenth is more.
 RULES = (
+    # Half of the step is more than any other phase has.
+    Rule("generation", in_records=RuleObserver(generation, 0.40, place=FindingPlace.VAGUE)),
     Rule("longest-answer", in_records=RuleObserver(longest_answer, 0.10)),
     Rule("small-decode-batches", in_records=RuleObserver(small_batches, 0.10)),
     Rule("repeated-prefill", in_records=RuleObserver(repeated_prefill, 0.05)),

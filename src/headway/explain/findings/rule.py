@@ -80,7 +80,8 @@ def as_it_came(observation: Observation, steps: Collection[int], least_ns: float
     if usual_part * observation.ns >= least_ns or 2 * len(high) > len(steps):
         return observation._replace(ns=usual_part * observation.ns), ""
     if len(high) >= _COMES_AGAIN:
-        numbers = ", ".join(map(str, high[:_MOST_NAMED])) + (", ..." if high[_MOST_NAMED:] else "")
+        more = len(high) - _MOST_NAMED
+        numbers = ", ".join(map(str, high[:_MOST_NAMED])) + (f" and {more} more" if more > 0 else "")
         came = f"It came in {len(high)} of {len(steps)} steps: {numbers}."
         return observation._replace(message=f"{observation.message} {came}"), ""
     # Times are as the rule sums them up, which may be less than the steps' clock.

@@ -211,7 +211,7 @@ def slow_now_and_then(evidence: RunEvidence) -> Observation | None:
     numbers = [step.step for _, step in slow]
     strides = {after - before for before, after in pairwise(numbers)}
     every = f", every {strides.pop()} steps" if len(numbers) > 2 and len(strides) == 1 else ""
-    examples = ", ".join(map(str, numbers[:5])) + (", ..." if numbers[5:] else "")
+    examples = ", ".join(map(str, numbers[:5])) + (f" and {len(numbers) - 5} more" if numbers[5:] else "")
     return Observation(
         sum(step.duration_ns * (1 - rate / usual) for rate, step in slow),
         f"{len(slow)} of {len(rated)} steps took more than twice the usual time for their work{every}: {examples}.",
