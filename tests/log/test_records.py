@@ -16,12 +16,16 @@ from headway.meter import Meter, Window
 from helpers.device import COST_MODEL, Clock
 
 PEAK = Peak("test device", 1e12, "fp32", "made up for a test")
-AWAY = dict.fromkeys(("compile", "evaluation", "checkpoint"), 0.0)
-STEP = Window(
-    flops=FlopCount((FlopRow("language.mlp", "tokens", 300, 300, 300),)), wall_s=0.5, tokens=90, slots=100, peak=PEAK,
-    world_size=1, step=1, rank_flops=(900,), rank_busy_s=(0.3,), rank_busy_flops=(300,), away_for_s=AWAY,
-    extra={"loss": 2.5},
-)  # fmt: skip
+FLOPS = FlopCount((FlopRow("language.mlp", "tokens", 300, 300, 300),))
+
+
+def window(flops=FLOPS, peak=PEAK, extra=None, **given):
+    """A window of one step and one rank, with other entries."""
+    of_ranks = {"rank_flops": (900,), "rank_busy_s": (0.3,), "rank_busy_flops": (300,)}
+    usual = {"step": 1, "wall_s": 0.5, "tokens": 90, "slots": 100, **of_ranks}
+    return Window(flops, peak, usual | given, extra={"loss": 2.5} if extra is None else extra)
+
+
 OLD = Path(__file__).with_name("records_of_version_1.jsonl")
 """Steps and an evaluation of `headway train` over two sources, and a window of a loop with phases, as Headway wrote
 them before its files had headers."""
@@ -38,7 +42,7 @@ def test_records_of_an_older_file_are_what_they_were(tmp_path):
     assert list(read_records(OLD)) == whole
     assert [record["kind"] for record in whole] == ["step", "step", "evaluation", "step", "step"]
     # What a file of today is read as has the same names.
-    (record,) = read_records(written(tmp_path / "a.jsonl", [STEP.to_dict()]))
+    (record,) = read_records(written(tmp_path / "a.jsonl", [window().to_dict()]))
     of_train = {"loss", "lr", "epoch", "grad_norm", "compiled", "recompiles", "packs", "making_s", "samples_digest"}
     assert record.keys() == whole[0].keys() - (of_train - {"loss"}) - {"sources"}
 
@@ -71,16 +75,16 @@ DERIVED = (
 
 def series():
     """Steps of a run whose facts, entries and zeros change: media, another peak, numbers of one's own, ranks."""
-    other = replace(STEP, peak=Peak("another", 2e12, "bf16", "elsewhere"))
-    seen = FlopCount((FlopRow("vision.mlp", "patches", 10), *STEP.flops.rows))
+    seen = FlopCount((FlopRow("vision.mlp", "patches", 10), *FLOPS.rows))
     changes = [
-        STEP, replace(STEP, extra={"loss": None}), replace(STEP, extra={}), replace(STEP, flops=seen), STEP, other,
-        replace(STEP, flops=seen, extra={"compiled": False, "loss": 0}), replace(STEP, num_left_out=2, num_steps=0),
-        replace(STEP, loop={"optimizer": {"name": "AdamW"}, "places": [{"s": 0.25}]}),
-        replace(STEP, world_size=2, rank_flops=(900, 0), rank_busy_s=(0.3, 0.0), rank_busy_flops=(300, 0)),
-        replace(STEP, world_size=200, rank_flops=(9,) * 200, rank_busy_s=(0.3,) * 200, rank_busy_flops=(3,) * 200),
+        {}, {"extra": {"loss": None}}, {"extra": {}}, {"flops": seen}, {},
+        {"peak": Peak("another", 2e12, "bf16", "elsewhere")},
+        {"flops": seen, "extra": {"compiled": False, "loss": 0}}, {"num_left_out": 2, "num_steps": 0},
+        {"optimizer": {"name": "AdamW"}, "places": [{"s": 0.25}]},
+        {"world_size": 2, "rank_flops": (900, 0), "rank_busy_s": (0.3, 0.0), "rank_busy_flops": (300, 0)},
+        {"world_size": 200, "rank_flops": (9,) * 200, "rank_busy_s": (0.3,) * 200, "rank_busy_flops": (3,) * 200},
     ]  # fmt: skip
-    return [replace(window, step=step).to_dict() for step, window in enumerate(changes * 2, start=1)]
+    return [window(**other, step=step).to_dict() for step, other in enumerate(changes * 2, start=1)]
 
 
 def test_a_file_gives_back_each_record_and_says_nothing_twice(tmp_path):
@@ -98,9 +102,9 @@ def test_a_file_gives_back_each_record_and_says_nothing_twice(tmp_path):
 def test_two_writers_and_records_of_ones_own_share_a_file(tmp_path):
     path, own = tmp_path / "a.jsonl", {"step": 7, "kind": "mine", "mfu": 0.5, "bad": float("nan")}
     one, two, expected = Sinks.open([path]), Sinks.open([path]), []
-    for step, window in enumerate((STEP, replace(STEP, peak=replace(PEAK, flops_per_s=3e12))) * 2):
-        (one, two)[step % 2].write(window.to_dict())
-        expected.append(window.to_dict())
+    for step, peak in enumerate((PEAK, replace(PEAK, flops_per_s=3e12)) * 2):
+        (one, two)[step % 2].write(window(peak=peak).to_dict())
+        expected.append(window(peak=peak).to_dict())
     one.write(own)
     for sinks in (one, two):
         sinks.close()
@@ -119,7 +123,7 @@ def test_two_writers_and_records_of_ones_own_share_a_file(tmp_path):
     ],
 )
 def test_a_line_that_was_edited_is_named(tmp_path, old, new):
-    path = written(tmp_path / "a.jsonl", [replace(STEP, step=step).to_dict() for step in (1, 2, 3)])
+    path = written(tmp_path / "a.jsonl", [window(step=step).to_dict() for step in (1, 2, 3)])
     text = path.read_text()
     assert old in text
     path.write_text(text.replace(old, new))
@@ -128,7 +132,7 @@ def test_a_line_that_was_edited_is_named(tmp_path, old, new):
 
 
 def test_a_torn_last_line_is_passed_over(tmp_path):
-    path = written(tmp_path / "a.jsonl", [replace(STEP, step=step).to_dict() for step in (1, 2)])
+    path = written(tmp_path / "a.jsonl", [window(step=step).to_dict() for step in (1, 2)])
     path.write_bytes(path.read_bytes()[:-20])
     assert [record["step"] for record in read_records(path)] == [1]
 

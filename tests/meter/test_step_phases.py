@@ -285,8 +285,8 @@ def test_the_inner_phases_of_a_sampled_step_have_a_place_for_it():
     model(ids).logits.sum().backward()
     clock.now_s += 1.0
     window = meter.step()
-    assert window.sampled["phases_s"]["inference"] == 3.0
-    assert sum(window.sampled["phases_s"].values()) == pytest.approx(window.wall_s)
+    assert window.entries["phases_s"]["inference"] == 3.0
+    assert sum(window.entries["phases_s"].values()) == pytest.approx(window.wall_s)
 
 
 @pytest.mark.parametrize(

@@ -43,24 +43,24 @@ def windows(draw, smoothed=True):
     idle = draw(st.sampled_from([0, ranks // 2 + 1, ranks]))  # none, more than half, all
     works = tuple(0 if rank < idle else work for rank, work in enumerate(draw(each)))
     busy = tuple(draw(st.lists(TIMES, min_size=ranks, max_size=ranks)))
-    return Window(
-        flops=flops_of(draw(NUMBERS)),
-        peak=Peak("test device", draw(RATES), "fp32", "made up for a test"),
-        world_size=ranks,
-        step=1,
-        num_steps=draw(st.sampled_from([0, 1, 10])),
-        num_left_out=0,
-        num_skipped=0,
-        rank_flops=works,
-        rank_busy_s=busy,
-        rank_busy_flops=works,
-        packing_length=draw(st.sampled_from([None, 0, 64])),
-        smoothed=draw(windows(smoothed=False)) if smoothed and draw(st.booleans()) else None,
-        extra={"loss": draw(TIMES), "grad_norm": draw(TIMES)},
+    given = {
+        "world_size": ranks,
+        "step": 1,
+        "num_steps": draw(st.sampled_from([0, 1, 10])),
+        "rank_flops": works,
+        "rank_busy_s": busy,
+        "rank_busy_flops": works,
+        "packing_length": draw(st.sampled_from([None, 0, 64])),
         **{name: draw(TIMES) for name in ("wall_s", "data_wait_s", "left_out_s", "away_s", "energy_j")},
         **{name: draw(RATES) for name in ("ceiling_flops_per_s", "peak_bytes_per_s")},
-        **{name: draw(NUMBERS) for name in COUNTS},
-        media={name: draw(NUMBERS) for name in totals({})},
+        **{name: draw(NUMBERS) for name in (*COUNTS, *totals({}))},
+    }
+    return Window(
+        flops_of(draw(NUMBERS)),
+        Peak("test device", draw(RATES), "fp32", "made up for a test"),
+        given,
+        smoothed=draw(windows(smoothed=False)) if smoothed and draw(st.booleans()) else None,
+        extra={"loss": draw(TIMES), "grad_norm": draw(TIMES)},
     )
 
 
@@ -94,7 +94,7 @@ def test_what_reads_a_record_can_read_every_window(window):
         assert show(window.mfu) == "not known" or math.isfinite(window.mfu)
 
 
-EMPTY = {"wall_s": 0.0, "flops": flops_of(0)} | dict.fromkeys(COUNTS, 0) | {"media": totals({})}
+EMPTY = {"wall_s": 0.0, "flops": flops_of(0)} | dict.fromkeys(COUNTS, 0) | totals({})
 WINDOWS = {
     "full": {},
     "no time": {"wall_s": 0.0},
@@ -109,11 +109,12 @@ WINDOWS = {
 
 
 def window_of(step, changes):
-    full = {"flops": flops_of(300), "wall_s": 0.5, "data_wait_s": 0.1, "away_s": 0.0, "left_out_s": 0.0, "peak": PEAK,
+    full = {"flops": flops_of(300), "wall_s": 0.5, "data_wait_s": 0.1, "peak": PEAK, "energy_j": 5.0,
             "rank_flops": (300, 300, 300), "rank_busy_s": (0.4, 0.4, 0.2), "rank_busy_flops": (100, 100, 100),
-            "energy_j": 5.0, "extra": {"loss": 2.0, "lr": 1e-3},
-            "media": dict.fromkeys(totals({}), 64)} | dict.fromkeys(COUNTS, 64)  # fmt: skip
-    return Window(**{**full, **changes}, world_size=3, step=step, num_steps=1, num_left_out=0, num_skipped=0)
+            "extra": {"loss": 2.0, "lr": 1e-3}} | dict.fromkeys((*COUNTS, *totals({})), 64)  # fmt: skip
+    given = {**full, **changes, "world_size": 3, "step": step}
+    parts = {name: given.pop(name) for name in ("flops", "peak", "extra")}
+    return Window(given=given, **parts)
 
 
 @pytest.mark.parametrize("order", ["as they come", "all of one kind"])
@@ -161,10 +162,7 @@ def test_a_window_is_printed_in_one_line(window):
 
 
 def test_the_line_of_a_window_reads():
-    window = Window(
-        flops=flops_of(10**12), peak=PEAK, world_size=1, step=20, num_steps=10, num_left_out=0, left_out_s=0.0,
-        num_skipped=0, segments=1, media=totals({}), rank_flops=(10**12,),
-        rank_busy_s=(0.0,), rank_busy_flops=(0,), wall_s=8.0, data_wait_s=0.0, tokens=9_000, slots=12_000, extra={},
-    )  # fmt: skip
+    given = {"step": 20, "num_steps": 10, "wall_s": 8.0, "tokens": 9_000, "slots": 12_000, "rank_flops": (10**12,)}
+    window = Window(flops_of(10**12), PEAK, given)
     # forward and both gradients of 1 TFLOP each in 8 s, against 1 TFLOP/s
     assert str(window) == "step 20: 10 steps in 8.00 s, MFU 37.5 %, 1,125 tokens/s, padding 25.0 %"

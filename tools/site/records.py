@@ -6,9 +6,10 @@ import re
 from dataclasses import replace
 
 from headway.count import FlopCount, FlopRow, Workload, load_cost_model
-from headway.count.generation import GENERATION_QUANTITIES
 from headway.devices import Peak
-from headway.meter.window import SCHEMA_VERSION, PhaseUse, Window, late_rank
+from headway.log.records import SCHEMA_VERSION
+from headway.meter.tally import late_rank
+from headway.meter.window import PhaseUse, Window
 from tools.site.markdown import cell, table
 
 _HEAD = """# Keys of the step record
@@ -34,25 +35,22 @@ _TOLD_HERE = {
     "schema_version": "Version of this schema: names are only added within one.",
     "kind": '"step".',
     "flops": "Useful FLOPs: total, forward, dgrad and wgrad; and recompute, which is in no total.",
-    "left_out_s": "Time of the steps that were left out [s].",
     "bytes_moved": "Bytes that the steps of all ranks moved at least; null where the meter was given no optimizer.",
     "flops_share_by_component": "Share of each component in the useful FLOPs, by its name, fractions.",
     "flops_by_component": "Useful FLOPs of each component, by its name.",
     "images": "Images.",
     "videos": "Videos.",
     "patches": "Vision patches, before merging.",
+    "audio_clips": "Clips of audio.",
     "audio_frames": "Feature frames of audio.",
+    "latent_patches": "Patches of latents that are denoised.",
     "images_per_s": "Images per second, all devices together.",
     "patches_per_s": "Vision patches, before merging, per second, all devices together.",
     "peak_flops_per_s": "Peak of one device [FLOP/s].",
     "peak_dtype": "Compute dtype that the peak is of.",
     "peak_source": "Where the peak was read.",
-    "compile_s": "Compiling, also within steps that are left out [s].",
-    "evaluation_s": "Evaluations, also within steps that are left out [s].",
-    "checkpoint_s": "Checkpoints, also within steps that are left out [s].",
     "num_sampled": "Steps that were divided into phases; the next six are null where none was.",
     "phases": "Phases that the loop names, and the rest, by name: time, FLOPs, tokens, MFU, MBU, and what binds each.",
-    "supervised": "Tokens with a label; null where a batch did not tell.",
     "supervised_per_s": "Tokens with a label per second, all devices together; null where a batch did not tell.",
     "phases_s": "Mean time of each phase of a sampled step on the first rank, by its name [s].",
     "host_s": "Time in which the host went through forward, backward and update of a sampled step [s].",
@@ -75,39 +73,32 @@ _PEAK = Peak("a device", flops_per_s=312e12, dtype="bf16", source="its datasheet
 
 
 def _phase(flops: int, generated_tokens: int = 0) -> PhaseUse:
-    return PhaseUse(
-        flops=FlopCount((FlopRow("language.mlp", "tokens", forward=flops),)), wall_s=0.25, loop_s=0.25,
-        tokens=1500, slots=2048, peak=_PEAK, world_size=2, is_elsewhere=False, supervised=0,
-        generation=dict.fromkeys(GENERATION_QUANTITIES, 0) | {"generated_tokens": generated_tokens}, scored_tokens=0,
-        bytes_moved=10**10, weight_bytes=10**9, peak_bytes_per_s=2e12,
-    )  # fmt: skip
+    given = {"wall_s": 0.25, "flops": {"forward": flops}, "tokens": 1500, "slots": 2048, "bytes_moved": 10**10}
+    given |= {"generated_tokens": generated_tokens, "weight_bytes": 10**9}
+    return PhaseUse(FlopCount((FlopRow("language.mlp", "tokens", forward=flops),)), _PEAK, 2, 2e12, given)
 
 
 def example() -> Window:
     """A window of two steps on two ranks in which every number is known."""
     model = load_cost_model("qwen3-0.6b")
     counts = [model.count(Workload(segments=[1024, 512])), model.count(Workload(segments=[700, 800]))]
-    window = Window(
-        flops=counts[0] + counts[1], wall_s=0.5, data_wait_s=0.01, tokens=3036, slots=4096,
-        peak=_PEAK, world_size=2,
-        step=20, num_steps=2, num_left_out=0, left_out_s=0.0, num_skipped=0, segments=4,
-        media={"images": 1, "videos": 0, "patches": 1536, "audio_frames": 0},
-        rank_flops=(counts[0].total, counts[1].total), rank_busy_s=(0.2, 0.2),
-        rank_busy_flops=(counts[0].total, counts[1].total), away_s=0.0, peak_memory_bytes=2**30,
-        ceiling_flops_per_s=250e12, num_batches=2, packing_length=2048, energy_j=300.0, bytes_moved=10**10,
-        peak_bytes_per_s=2e12, extra={}, away_for_s={"compile": 0.0, "evaluation": 0.0, "checkpoint": 0.0},
-        supervised=1200,
-        phases={"rollout": _phase(counts[0].total // 2, generated_tokens=700), "rest": _phase(0)},
-        sampled={"num_sampled": 1, "host_s": 0.05, "host_lead_s": 0.15, "phases_s": {
+    given = {
+        "wall_s": 0.5, "data_wait_s": 0.01, "tokens": 3036, "slots": 4096, "world_size": 2, "step": 20, "num_steps": 2,
+        "segments": 4, "images": 1, "patches": 1536, "rank_flops": (counts[0].total, counts[1].total),
+        "rank_busy_s": (0.2, 0.2), "rank_busy_flops": (counts[0].total, counts[1].total), "peak_memory_bytes": 2**30,
+        "ceiling_flops_per_s": 250e12, "num_batches": 2, "packing_length": 2048, "energy_j": 300.0,
+        "bytes_moved": 10**10, "peak_bytes_per_s": 2e12, "supervised": 1200,
+        "num_sampled": 1, "host_s": 0.05, "host_lead_s": 0.15, "phases_s": {
             "data": 0.005, "input": 0.001, "exchange": 0.0, "forward": 0.07, "loss": 0.001, "backward": 0.15,
             "inference": 0.0, "gradients": 0.003, "optimizer": 0.015, "after": 0.005,
-        }, **late_rank([{"data": 0.005, "forward": 0.07}, {"data": 0.005, "forward": 0.09}])},
-        loop={
-            "device_memory_bytes": 80 * 2**30, "weights_dtype": "float32", "anomaly_mode": False,
-            "optimizer": {"name": "AdamW", "num_tensors": 310, "mode": "fused"},
-            "places": [{"phase": "after", "code": "train.py:30 in log", "purpose": "logging", "s": 0.004}],
         },
-    )  # fmt: skip
+        **late_rank([{"data": 0.005, "forward": 0.07}, {"data": 0.005, "forward": 0.09}]),
+        "device_memory_bytes": 80 * 2**30, "weights_dtype": "float32", "anomaly_mode": False,
+        "optimizer": {"name": "AdamW", "num_tensors": 310, "mode": "fused"},
+        "places": [{"phase": "after", "code": "train.py:30 in log", "purpose": "logging", "s": 0.004}],
+    }  # fmt: skip
+    phases = {"rollout": _phase(counts[0].total // 2, generated_tokens=700), "rest": _phase(0)}
+    window = Window(counts[0] + counts[1], _PEAK, given, phases)
     return replace(window, smoothed=window)
 
 

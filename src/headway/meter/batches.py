@@ -129,7 +129,8 @@ def _num_labels(batch: Mapping[str, Any]) -> int | None:
     labels = batch.get("labels")
     if labels is None or isinstance(labels, _Shape) or not hasattr(labels, "ndim") or not labels.ndim:
         return None
-    return int(np.count_nonzero(_on_host(labels)[..., 1:] >= 0))
+    is_label = _on_host(labels) >= 0  # all at once, which is faster than all but the first
+    return int(np.count_nonzero(is_label) - np.count_nonzero(is_label[..., :1]))
 
 
 def _num_logits(batch: Mapping[str, Any], shape: tuple[int, int]) -> int | None:

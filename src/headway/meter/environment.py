@@ -99,7 +99,8 @@ class Compilation:
     """Notices when torch.compile compiles in this process, and reports beginning and end."""
 
     def __init__(self, begin: Callable[[], None], end: Callable[[], None]) -> None:
-        self._num_graphs = _num_graphs()
+        dynamo = sys.modules.get("torch._dynamo.utils")
+        self._num_graphs = 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
         self._begin, self._end = begin, end
         self._handler: Any = None
 
@@ -120,10 +121,10 @@ class Compilation:
 
     def happened(self) -> bool:
         """Go on to listen, and say whether a graph has been made since the last call."""
-        if "torch._dynamo.utils" not in sys.modules:
+        if (dynamo := sys.modules.get("torch._dynamo.utils")) is None:
             return False
         self.watch()
-        before, self._num_graphs = self._num_graphs, _num_graphs()
+        before, self._num_graphs = self._num_graphs, int(dynamo.counters["stats"]["unique_graphs"])
         return self._num_graphs != before
 
     def let_go(self) -> None:
@@ -139,11 +140,6 @@ class Compilation:
 
     def _on_end(self, _what: Any) -> None:
         self._end()
-
-
-def _num_graphs() -> int:
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
 
 
 def largest_memory(device: Any) -> int:

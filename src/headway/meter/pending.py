@@ -219,7 +219,7 @@ class PendingSteps:
             busy_s = sum(span.seconds - sum(wait.seconds for wait in waits) for span, waits in step.forwards)
             sums[WHOLE, "busy_ns"] += round(busy_s * NS)
         sums[WHOLE, "collection_ns"] += round(time.collection_s * NS)
-        sums[WHOLE, "profiled"] += step.profiled
+        sums[WHOLE, "num_profiled"] += step.profiled
         self._take_phases(time, wall_ns)
         for phase, tokens in scored.items():
             sums[phase, "scored_tokens"] += max(tokens.values())
@@ -257,9 +257,10 @@ class PendingSteps:
         sums[WHOLE, "num_sampled"] += 1
         for phase, seconds in phases.seconds().items():
             sums[WHOLE, f"{phase}_phase_ns"] += round(seconds * NS)
-        if (lead := phases.lead()) is not None:  # at least 1 ns, since 0 is a CPU's
-            sums[WHOLE, "lead_ns"] += max(1, round(lead[0] * NS))
-            sums[WHOLE, "host_ns"] += round(lead[1] * NS)
+        if phases.even is not None:
+            lead_s, host_s = phases.lead(phases.even)
+            sums[WHOLE, "lead_ns"] += max(1, round(lead_s * NS))  # at least 1 ns, since 0 is a CPU's
+            sums[WHOLE, "host_ns"] += round(host_s * NS)
 
     def _counted(self) -> Sums:
         """Count the work that waits, and give the sums so far; new ones begin."""

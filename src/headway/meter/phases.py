@@ -57,15 +57,15 @@ class StepPhases(NamedTuple):
             sums[name] = sums.get(name, 0.0) + span.seconds
         return sums
 
-    def lead(self) -> tuple[float, float] | None:
-        """The most that the host was ahead of the device at a border, and the host's time of launching; None on a CPU.
+    def lead(self, even: Mark) -> tuple[float, float]:
+        """The most that the host was ahead of the device at a border, and the host's time of launching.
+
+        Args:
+            even: the point since which both clocks go.
 
         Returns:
-            The lead by both clocks since they were even [s], and the time in which the host gave the device work [s].
+            The lead [s], and the time in which the host gave the device its work [s].
         """
-        even = self.even
-        if even is None:
-            return None
         ends = [span.end for _, span in self.spans]
         lead_s = max(end.seconds_since(even) - (end.host_s - even.host_s) for end in ends)
         launching = [span for name, span in self.spans if name in LAUNCHING]
@@ -232,11 +232,8 @@ class PhaseTimer:
         self.end("forward", mark)
         if self._is_sampled:
             with self._boundary.guard(_PRODUCT):
-                self._watch_for_backward(results)
-
-    def _watch_for_backward(self, results: Any) -> None:
-        for result in _with_gradient(results):
-            result.register_hook(self._on_gradient)
+                for result in _with_gradient(results):
+                    result.register_hook(self._on_gradient)
 
     def backward_begins(self, _gradient: Any) -> None:
         """Note that gradients begin to flow; called by autograd, which calls back once they have all arrived."""

@@ -225,10 +225,10 @@ class StepMeter(StepClock, ABC):
             if self._phases is not None:
                 loop["optimizer"] = self._phases.optimizer or None
             if self._places is not None:
-                loop["places"] = self._places.take(max(1, window.num_steps), window.wall_s)
+                loop["places"] = self._places.take(max(1, window.given["num_steps"]), window.given["wall_s"])
             torch = sys.modules.get("torch")
             loop["anomaly_mode"] = None if torch is None else bool(torch.is_anomaly_enabled())
-        return replace(window, loop=loop)
+        return replace(window, given={**window.given, **loop})
 
     def _opens(self) -> bool:
         """Open the parts that windows need; returns whether steps are kept one by one, for several ranks to sum up."""
@@ -293,7 +293,7 @@ class StepMeter(StepClock, ABC):
         """Add a forward to the step, as `read_or_copy` left it, perhaps after its phase; `ran` is for its `Billing`."""
         if not self.has_started or self._run is not None:
             self.start()
-        which = self._place_of(cost_model)
+        which = 0 if cost_model is self.models[0] else self._place_of(cost_model)
         forward_only = forward_only or (phase is not None and phase.forward_only)
         if trained is not None and not forward_only:
             ledger = cost_model.with_input_gradients(input_gradients)

@@ -4,6 +4,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import Any
 
 from headway.count import FlopCount, FlopRow, Workload, modalities
@@ -11,14 +12,13 @@ from headway.count.generation import GENERATION_QUANTITIES
 from headway.devices import Peak
 from headway.meter.phases import PHASES
 from headway.meter.step_phases import REST, PhaseDevices
-from headway.meter.window import PhaseUse, Window, late_rank
+from headway.meter.window import PASSES, PhaseUse, Window
 
 NS = 1_000_000_000
 AWAY_FOR = ("compile", "evaluation", "checkpoint")  # buckets of time away whose sums a record has
 WHOLE = ""
 """Stands for the whole step where the name of a phase may stand."""
 _OF_ALL_STEPS = ("num_left_out", "left_out_ns", *(f"{bucket}_ns" for bucket in AWAY_FOR))
-_PASSES = ("forward", "dgrad", "wgrad", "recompute")
 _OWN = ("data", "input", "inference", "forward", "loss")  # before ranks wait for each other's gradients
 
 Sums = Counter[tuple[str, ...]]
@@ -31,7 +31,7 @@ Those of all ranks are the sums of theirs. Quantities are `tokens`, `num_steps`,
 def add_count(sums: Sums, phases: Iterable[str], count: FlopCount) -> None:
     """Add counted FLOPs to the FLOPs of some phases."""
     for row in count.rows:
-        for name in _PASSES:
+        for name in PASSES:
             if number := getattr(row, name):
                 for phase in phases:
                     sums[phase, row.name, row.driver, name] += number
@@ -68,8 +68,8 @@ def added(every: Iterable[Sums]) -> Sums:
 
 
 def _flops(sums: Sums) -> dict[str, FlopCount]:
-    """Counted FLOPs by phase."""
-    rows: dict[str, dict[tuple[str, str], dict[str, int]]] = {}
+    """Counted FLOPs by phase, of the whole step at least."""
+    rows: dict[str, dict[tuple[str, str], dict[str, int]]] = {WHOLE: {}}
     for key, number in sums.items():
         if len(key) > 2:
             phase, component, driver, name = key
@@ -163,9 +163,12 @@ class Tally:
         compiled = self._describe(self._left_out, step, extra)
         return replace(
             run,
-            num_left_out=run.num_left_out + compiled.num_left_out,
-            left_out_s=run.left_out_s + compiled.wall_s,
-            away_for_s={bucket: run.away_for_s[bucket] + compiled.away_for_s[bucket] for bucket in AWAY_FOR},
+            given={
+                **run.given,
+                "num_left_out": run.num_left_out + compiled.num_left_out,
+                "left_out_s": run.left_out_s + compiled.wall_s,
+                **{name: run.given[name] + compiled.given[name] for name in (f"{bucket}_s" for bucket in AWAY_FOR)},
+            },
         )
 
     def _describe(self, ranks: Sequence[Sums], step: int, extra: dict[str, Any]) -> Window:
@@ -173,65 +176,54 @@ class Tally:
         flops = _flops(total)
         # ranks that work on each batch together know it whole on the first of them; each is billed its share
         billed = [ranks[place - place % self.batch_ranks] for place in range(len(ranks))]
-        useful = [flops.get(WHOLE, FlopCount(())).total] if len(ranks) == 1 else [_useful(rank) for rank in billed]
-        return Window(
-            flops=flops.get(WHOLE, FlopCount(())),
-            wall_s=first[WHOLE, "wall_ns"] / NS,
-            data_wait_s=first[WHOLE, "data_wait_ns"] / NS,
-            away_s=first[WHOLE, "away_ns"] / NS,
-            away_for_s={bucket: first[WHOLE, f"{bucket}_ns"] / NS for bucket in AWAY_FOR},
-            peak=self.peak,
-            world_size=len(ranks),
-            step=step,
-            num_steps=first[WHOLE, "num_steps"],
-            num_left_out=first[WHOLE, "num_left_out"],
-            left_out_s=first[WHOLE, "left_out_ns"] / NS,
-            num_skipped=first[WHOLE, "num_skipped"],
-            rank_flops=tuple(number // self.batch_ranks for number in useful),
-            rank_busy_s=tuple(rank[WHOLE, "busy_ns"] / NS for rank in ranks),
-            rank_busy_flops=tuple(rank[WHOLE, "busy_flops"] // self.batch_ranks for rank in billed),
-            peak_memory_bytes=self._memory,
-            collection_s=first[WHOLE, "collection_ns"] / NS,
-            sampled=_phases(ranks) if first[WHOLE, "num_sampled"] else None,
-            phases=self._named(total, first, flops, len(ranks)),
-            num_profiled=first[WHOLE, "profiled"],
-            num_without_labels=total[WHOLE, "num_without_labels"],
-            # Energy is unknown as soon as one rank has none.
-            energy_j=math.nan if total[WHOLE, "num_without_energy"] else total[WHOLE, "energy_mj"] / 1000,
-            packing_length=self.packing_length,
-            bytes_moved=total[WHOLE, "bytes_moved"],
-            peak_bytes_per_s=self.peak_bytes_per_s,
-            num_batches=total[WHOLE, "num_batches"],
-            ceiling_flops_per_s=self.ceiling_flops_per_s,
-            extra=extra,
-            media={name: total[WHOLE, name] for name in modalities.totals({})},
-            tokens=total[WHOLE, "tokens"],
-            slots=total[WHOLE, "slots"],
-            segments=total[WHOLE, "segments"],
-            supervised=total[WHOLE, "supervised"],
-        )
+        useful = [flops[WHOLE].total] if len(ranks) == 1 else [_useful(rank) for rank in billed]
+        given = {
+            "step": step,
+            "world_size": len(ranks),
+            **{name: first[WHOLE, name] for name in ("num_steps", "num_left_out", "num_skipped", "num_profiled")},
+            **{f"{name}_s": first[WHOLE, f"{name}_ns"] / NS for name in _TIMES},
+            **{name: total[WHOLE, name] for name in _TOTALS},
+            "supervised": math.nan if total[WHOLE, "num_without_labels"] else total[WHOLE, "supervised"],
+            # energy is unknown as soon as one rank has none
+            "energy_j": math.nan if total[WHOLE, "num_without_energy"] else total[WHOLE, "energy_mj"] / 1000,
+            "packing_length": self.packing_length,
+            "peak_bytes_per_s": self.peak_bytes_per_s,
+            "ceiling_flops_per_s": self.ceiling_flops_per_s,
+            "rank_flops": tuple(number // self.batch_ranks for number in useful),
+            "rank_busy_s": tuple(rank[WHOLE, "busy_ns"] / NS for rank in ranks),
+            "rank_busy_flops": tuple(rank[WHOLE, "busy_flops"] // self.batch_ranks for rank in billed),
+            "peak_memory_bytes": self._memory,
+            **(_sampled(ranks) if first[WHOLE, "num_sampled"] else {}),
+        }
+        names = [name for name in dict.fromkeys([key[0] for key in total]) if name not in (WHOLE, REST)]
+        phases = self._named([*names, REST], total, ranks, flops) if names else {}
+        return Window(flops[WHOLE], self.peak, given, phases, extra=extra)
 
-    def _named(self, total: Sums, first: Sums, flops: Mapping[str, FlopCount], num_ranks: int) -> dict[str, PhaseUse]:
-        """Describe the named phases of all ranks, and the rest of their steps; nothing where none is named."""
-        names = dict.fromkeys(key[0] for key in total if key[0] not in (WHOLE, REST))
-        here, phases = PhaseDevices(self.peak, num_ranks, self.peak_bytes_per_s), {}
-        for name in [*names, REST] if names else ():
-            devices, loop_s = self.devices.get(name, here), first[name, "wall_ns"] / NS
-            phases[name] = PhaseUse(
-                flops=flops.get(name, FlopCount(())),
-                wall_s=first[name, "devices_ns"] / NS or loop_s,
-                loop_s=loop_s,
-                peak=devices.peak,
-                world_size=devices.num_devices,
-                is_elsewhere=name in self.devices,
-                generation={quantity: total[name, quantity] for quantity in GENERATION_QUANTITIES},
-                peak_bytes_per_s=devices.memory_bytes_per_s,
-                **{quantity: total[name, quantity] for quantity in _OF_PHASES},
-            )
+    def _named(
+        self, names: Sequence[str], total: Sums, ranks: Sequence[Sums], flops: Mapping[str, FlopCount]
+    ) -> dict[str, PhaseUse]:
+        """Describe the named phases of all ranks, and the rest of their steps."""
+        here, first, phases = PhaseDevices(self.peak, len(ranks), self.peak_bytes_per_s), ranks[0], {}
+        for name in names:
+            devices = self.devices.get(name, here)
+            loop_s, busy_s = first[name, "wall_ns"] / NS, first[name, "devices_ns"] / NS
+            given: dict[str, Any] = {"wall_s": loop_s}
+            if name in self.devices:
+                given |= {"devices_s": busy_s or loop_s, "num_devices": devices.num_devices}
+                given |= {"world_size": devices.num_devices, "peak_flops_per_s": devices.peak.flops_per_s}
+                given["peak_bytes_per_s"] = devices.memory_bytes_per_s
+            elif busy_s not in (0.0, loop_s):
+                given["busy_s"] = busy_s
+            if (count := flops.get(name, FlopCount(()))).rows:
+                given["flops"] = {each: getattr(count, each) for each in PASSES}
+            given |= {quantity: number for quantity in _OF_PHASES if (number := total[name, quantity])}
+            phases[name] = PhaseUse(count, devices.peak, devices.num_devices, devices.memory_bytes_per_s, given)
         return phases
 
 
-_OF_PHASES = ("tokens", "slots", "supervised", "scored_tokens", "bytes_moved", "weight_bytes")
+_OF_PHASES = ("tokens", "slots", "supervised", "scored_tokens", *GENERATION_QUANTITIES, "bytes_moved", "weight_bytes")
+_TIMES = ("wall", "data_wait", "left_out", "away", *AWAY_FOR, "collection")
+_TOTALS = ("tokens", "slots", "segments", *modalities.totals({}), "num_batches", "bytes_moved")
 
 
 def _joined(before: list[Sums], ranks: list[Sums]) -> list[Sums]:
@@ -242,7 +234,7 @@ def _useful(sums: Sums) -> int:
     return sum(number for key, number in sums.items() if len(key) > 2 and not key[0] and key[3] != "recompute")
 
 
-def _phases(ranks: Sequence[Sums]) -> dict[str, Any]:
+def _sampled(ranks: Sequence[Sums]) -> dict[str, Any]:
     """Describe the phases of the first rank's sampled steps, and the rank whose gradients came late."""
     per_step = [
         {name: rank[WHOLE, f"{name}_phase_ns"] / (rank[WHOLE, "num_sampled"] or math.nan) / NS for name in PHASES}
@@ -255,5 +247,22 @@ def _phases(ranks: Sequence[Sums]) -> dict[str, Any]:
         "phases_s": per_step[0],
         "host_s": ranks[0][WHOLE, "host_ns"] / num_ahead / NS,
         "host_lead_s": lead_ns / num_ahead / NS,
-        **late_rank([{name: times[name] for name in _OWN} for times in per_step]),
+        **(late_rank([{name: times[name] for name in _OWN} for times in per_step]) if len(ranks) > 1 else {}),
     }
+
+
+def late_rank(by_rank_s: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    """Entries about the rank that comes last to its backward: how much later [s], and by which phase most.
+
+    Args:
+        by_rank_s: of each rank, the phases before ranks wait for each other's gradients [s]; NaN where it took none.
+    """
+    names = "late_rank", "late_rank_s", "late_rank_phase"
+    totals = [sum(phases.values()) for phases in by_rank_s]
+    if len(totals) < 2 or any(math.isnan(total) for total in totals):
+        return dict.fromkeys(names)
+    rank = max(range(len(totals)), key=totals.__getitem__)
+    others = [phases for place, phases in enumerate(by_rank_s) if place != rank]
+    more = {name: seconds - median(phases[name] for phases in others) for name, seconds in by_rank_s[rank].items()}
+    late_s = totals[rank] - max(total for place, total in enumerate(totals) if place != rank)
+    return dict(zip(names, (rank, late_s, max(more, key=more.__getitem__)), strict=True))

@@ -1,119 +1,118 @@
 """A window: consecutive steps of all ranks, and the record of it."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from statistics import median
-from typing import Any
+from typing import Any, ClassVar
 
 from headway.count import FlopCount, modalities
 from headway.devices import Peak
 from headway.log.records import LISTED, SCHEMA_VERSION, StepRecord, known, of_ranks, phase_entries, ratio
 from headway.report import format_count, format_duration, format_rounded, format_share
 
+PASSES = ("forward", "dgrad", "wgrad", "recompute")
 _SMOOTHED = ("mfu", "hfu", "tokens_per_s", "step_s")
-_LATENESS = ("late_rank", "late_rank_s", "late_rank_phase")
-
-# Entries of a record of which no step was divided: all records have the same names.
-_NO_PHASES = {"num_sampled": 0, **dict.fromkeys(("phases_s", "host_s", "host_lead_s", *_LATENESS))}
-_NO_FACTS = dict.fromkeys(("device_memory_bytes", "weights_dtype", "optimizer", "places", "anomaly_mode"))
+_OF_RANKS = ("rank_flops", "rank_busy_s", "rank_busy_flops")
+# Entries that every record measures, in their order, as they are where nobody measured them.
+_UNMEASURED: Mapping[str, Any] = {
+    "schema_version": SCHEMA_VERSION, "kind": "step", "step": 0, "num_steps": 1, "wall_s": math.nan, "data_wait_s": 0.0,
+    "tokens": 0, "slots": 0, "supervised": 0, "segments": 0, **modalities.totals({}),
+    **dict.fromkeys(("flops", "components", "flops_by_component", "convention", "peak_dtype", "peak_source")),
+    "ceiling_flops_per_s": math.nan, "world_size": 1, "peak_flops_per_s": math.nan, "peak_bytes_per_s": math.nan,
+    "num_batches": 0, "packing_length": None, "num_left_out": 0, "left_out_s": 0.0, "away_s": 0.0, "compile_s": 0.0,
+    "evaluation_s": 0.0, "checkpoint_s": 0.0, "collection_s": 0.0, "num_profiled": 0, "num_sampled": 0,
+    **dict.fromkeys(("phases_s", "host_s", "host_lead_s", "late_rank", "late_rank_s", "late_rank_phase")),
+    "phases": {}, "num_skipped": 0, "bytes_moved": 0, "energy_j": math.nan, **dict.fromkeys(_OF_RANKS, ()),
+    "peak_memory_bytes": 0,
+    **dict.fromkeys(("device_memory_bytes", "weights_dtype", "optimizer", "places", "anomaly_mode")),
+}  # fmt: skip
 
 
 class _Entry(property):
-    """An entry of a record as an attribute; NaN if it is unknown."""
+    """An entry of a record as an attribute.
 
-    def __init__(self, meaning: str) -> None:
+    Args:
+        meaning: of it.
+        unknown: its value where it is not known.
+    """
+
+    def __init__(self, meaning: str, unknown: float | None = math.nan) -> None:
         super().__init__(self._read)
-        self.__doc__ = meaning  # Python before 3.13 keeps the class's own for a property of a subclass
+        self.__doc__, self._unknown = meaning, unknown  # Python before 3.13 keeps the class's own docstring
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
-    def _read(self, use: Any) -> float:
-        value: float | None = use.entries[self._name]
-        return math.nan if value is None else value
+    def _read(self, use: Any) -> Any:
+        measured = {**use.unmeasured, **use.given}
+        value = measured[self._name] if self._name in measured else use.entries[self._name]
+        is_known = value is not None and not (isinstance(value, float) and not math.isfinite(value))
+        return value if is_known else self._unknown
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class PhaseUse:
-    """A named phase of a window's steps; its time, `wall_s`, is that of its own devices where they tell it.
+    """A named phase of a window's steps.
 
     Attributes:
         flops: counted FLOPs, by component and phase.
-        wall_s: time [s].
-        loop_s: time that the loop was in it [s]; those of all phases add up to the steps' time.
-        tokens: real tokens.
-        slots: positions computed, padding included.
-        peak: what one device can do.
+        peak: what one of its devices can do.
         world_size: devices that shared the work.
-        is_elsewhere: whether it has devices of its own, whose FLOPs are not those of the steps.
-        supervised: labelled tokens.
-        generation: what was generated in it, by the names in `headway.count.generation.GENERATION_QUANTITIES`.
-        scored_tokens: tokens of forwards without a backward, of the model beside the trained one with most of them.
-        bytes_moved: bytes that it moved at least; 0 where they are not known.
-        weight_bytes: those of them that generations read of weights.
         peak_bytes_per_s: memory bandwidth of one device [B/s]; NaN where it is not known.
+        given: what was measured, as entries of a record; counts of 0 are left out.
     """
 
+    unmeasured: ClassVar[Mapping[str, Any]] = {}
+
     flops: FlopCount
-    wall_s: float
-    loop_s: float
-    tokens: int
-    slots: int
     peak: Peak
     world_size: int
-    is_elsewhere: bool
-    supervised: int
-    generation: Mapping[str, int]
-    scored_tokens: int
-    bytes_moved: int
-    weight_bytes: int
     peak_bytes_per_s: float
+    given: Mapping[str, Any]
 
     mfu = _Entry("Useful model FLOPs / (wall time x peak), a fraction.")
     mbu = _Entry("Bytes moved at least / (wall time x peak bytes/s), a fraction; NaN where either is not known.")
     tokens_per_s = _Entry("Real tokens per second, all devices together.")
+    tokens = _Entry("Real tokens.")
+    slots = _Entry("Positions computed, padding included.")
+    supervised = _Entry("Labelled tokens.")
+    scored_tokens = _Entry("Tokens of forwards without a backward, of the model beside the trained one with most.")
+    prompt_tokens = _Entry("Tokens of prompts that were answered, each prompt once.")
+    generated_tokens = _Entry("Tokens of the answers.")
+    bytes_moved = _Entry("Bytes that it moved at least; 0 where they are not known.", unknown=0)
+    weight_bytes = _Entry("Bytes of weights that generations read; 0 where they are not known.", unknown=0)
+    bound = _Entry("Limit on perfect hardware, `compute` or `memory`; None if it is unknown.", unknown=None)
 
     @property
-    def prompt_tokens(self) -> int:
-        """Tokens of prompts that were answered, each prompt once."""
-        return self.generation["prompt_tokens"]
+    def is_elsewhere(self) -> bool:
+        """True if it has devices of its own, whose FLOPs are not those of the steps."""
+        return "num_devices" in self.given
 
     @property
-    def generated_tokens(self) -> int:
-        """Tokens of the answers."""
-        return self.generation["generated_tokens"]
+    def loop_s(self) -> float:
+        """Time that the loop was in it [s]; those of all phases add up to the steps' time."""
+        return float(self.given["wall_s"])
 
     @property
-    def bound(self) -> str | None:
-        """Limit of the phase on perfect hardware, `compute` or `memory`; None if it is unknown."""
-        bound: str | None = self.entries["bound"]
-        return bound
-
-    @cached_property
-    def entries(self) -> dict[str, Any]:
-        """Its entries of a record, from which its rates are read."""
-        return self.to_dict()
+    def wall_s(self) -> float:
+        """Its time [s]: that of its own devices where they tell it."""
+        return float(self.given.get("devices_s", self.given.get("busy_s", self.loop_s)))
 
     def to_dict(self) -> dict[str, Any]:
         """Give its entries of a record."""
-        return phase_entries(known(self.measured()), _devices(self))
+        return self.entries
 
-    def measured(self) -> dict[str, Any]:
-        """Give the entries that a file keeps: entries other than 0, with the peaks of devices of its own."""
-        counts = {name: getattr(self, name) for name in ("tokens", "slots", "supervised", "scored_tokens")}
-        counts |= {**self.generation, "bytes_moved": self.bytes_moved, "weight_bytes": self.weight_bytes}
-        own: dict[str, Any] = {} if self.wall_s == self.loop_s else {"busy_s": self.wall_s}
-        if self.is_elsewhere:
-            own = {"devices_s": self.wall_s, "num_devices": self.world_size, **_devices(self)}
-        flops = {"flops": _passes(self.flops)} if self.flops.rows else {}
-        return {"wall_s": self.loop_s, **own, **flops, **{name: number for name, number in counts.items() if number}}
+    @cached_property
+    def entries(self) -> dict[str, Any]:
+        """The entries that `to_dict` gives."""
+        devices = {"world_size": self.world_size, "peak_flops_per_s": self.peak.flops_per_s}
+        return phase_entries(known(self.given), {**devices, "peak_bytes_per_s": self.peak_bytes_per_s})
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Window:
-    """Consecutive steps of all ranks together.
+    """Consecutive steps of all ranks together: its attributes are entries of its record.
 
     Every rate is a total over a total, and NaN where that is not known: of a step without work, time or slots, or with
     an unknown peak. A run's MFU is therefore the time-weighted one: the sum of its FLOPs over the
@@ -121,81 +120,22 @@ class Window:
 
     Attributes:
         flops: counted FLOPs, by component and phase.
-        wall_s: wall-clock time, the wait for data included [s].
-        data_wait_s: part of `wall_s` spent waiting for data [s].
-        tokens: real tokens.
-        slots: positions computed, padding included.
         peak: what one device can do.
-        world_size: devices that shared the work.
-        step: number of the last step in it, from 1.
-        num_steps: steps counted in it.
-        num_left_out: steps of it that were warm-up or compiled something, and are not counted.
-        left_out_s: their time [s].
-        away_s: time within the counted steps that was not training and is not in `wall_s`: evaluations, checkpoints,
-            compiling, each in the step that ends after it [s].
-        away_for_s: time of compiling, evaluations and checkpoints by these names, also within steps that are left out
-            [s].
-        collection_s: time of Python's garbage collections on the first rank, within the counted steps [s].
-        num_profiled: counted steps that the first rank recorded with a profiler, which makes them slower.
-        sampled: entries of a record about the phases of sampled steps; None where none was sampled.
+        given: what else was measured, as entries of a record.
         phases: phases that the loop names, and the rest, by name; none where it names none.
-        supervised: tokens with a label; of micro-batches that told it.
-        num_without_labels: micro-batches that did not.
-        loop: what the rank that writes the record knows of its loop: its optimizer, places that it pauses in.
-        num_skipped: counted steps whose update the loop skipped (a gradient scaler that found inf); computed all the
-            same.
-        segments: segments.
-        media: items and units of each kind of input beside text, named as by `headway.count.modalities.totals`: images,
-            vision patches before merging, feature frames of audio.
-        rank_flops: useful FLOPs of each rank.
-        rank_busy_s: time that each rank's forwards took, without waiting for other ranks [s]; 0 where nobody looked.
-        rank_busy_flops: useful FLOPs of these forwards.
-        peak_memory_bytes: largest memory allocated on any rank since the run began [bytes]; 0 where unknown.
-        ceiling_flops_per_s: rate measured on one such device; NaN where it was not.
-        num_batches: micro-batches with a backward, of all ranks.
-        packing_length: tokens that a micro-batch has room for; None where it was not said.
-        energy_j: energy that the boards of all ranks drew [J]; NaN where one cannot tell.
-        bytes_moved: bytes that the steps of all ranks moved at least; 0 where the meter was given no optimizer.
-        peak_bytes_per_s: memory bandwidth of one device [B/s]; NaN where it is not known.
         smoothed: this window and some before it as one; None for the first.
         extra: the loop's own numbers (loss, learning rate): those of this rank's last step.
+        unmeasured: entries that every record measures, as they are where nobody measured them.
     """
 
+    unmeasured: ClassVar[Mapping[str, Any]] = _UNMEASURED
+
     flops: FlopCount
-    wall_s: float
-    data_wait_s: float = 0.0
-    tokens: int
-    slots: int
     peak: Peak
-    world_size: int
-    step: int = 0
-    num_steps: int = 1
-    num_left_out: int = 0
-    left_out_s: float = 0.0
-    num_skipped: int = 0
-    segments: int = 0
-    media: Mapping[str, int] = field(default_factory=lambda: modalities.totals({}))
-    rank_flops: tuple[int, ...] = ()
-    rank_busy_s: tuple[float, ...] = ()
-    rank_busy_flops: tuple[int, ...] = ()
-    away_s: float = 0.0
-    away_for_s: Mapping[str, float] = field(default_factory=dict)
-    collection_s: float = 0.0
-    num_profiled: int = 0
-    sampled: Mapping[str, Any] | None = None
+    given: Mapping[str, Any]
     phases: Mapping[str, PhaseUse] = field(default_factory=dict)
-    supervised: int = 0
-    num_without_labels: int = 0
-    loop: Mapping[str, Any] = field(default_factory=dict)
-    peak_memory_bytes: int = 0
-    ceiling_flops_per_s: float = math.nan
-    num_batches: int = 0
-    packing_length: int | None = None
-    energy_j: float = math.nan
-    bytes_moved: int = 0
-    peak_bytes_per_s: float = math.nan
     smoothed: "Window | None" = None
-    extra: dict[str, float] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
     mfu = _Entry("Useful model FLOPs / (wall time x peak), a fraction.")
     hfu = _Entry("MFU with the recomputed FLOPs of activation checkpointing added, a fraction.")
@@ -222,6 +162,51 @@ class Window:
     slowest_rank_speed = _Entry(
         "Speed of the slowest rank over the median of those that had work: where a device makes the others wait."
     )
+    heaviest_rank = _Entry(
+        "The rank that was given the most FLOPs, the first of several; None when none has any.", unknown=None
+    )
+    slowest_rank = _Entry(
+        "The rank with the slowest device among ranks that had work; None without any, or if nobody looked.",
+        unknown=None,
+    )
+    # measured entries
+    step = _Entry("Number of the last step in it, from 1.")
+    num_steps = _Entry("Steps counted in it.")
+    wall_s = _Entry("Wall-clock time, the wait for data included [s].")
+    data_wait_s = _Entry("Part of the wall time spent waiting for data [s].")
+    tokens = _Entry("Real tokens.")
+    slots = _Entry("Positions computed, padding included.")
+    supervised = _Entry("Tokens with a label; NaN where a micro-batch did not tell.")
+    segments = _Entry("Segments.")
+    world_size = _Entry("Devices that shared the work.")
+    num_batches = _Entry("Micro-batches with a backward, of all ranks.")
+    packing_length = _Entry("Tokens that a micro-batch has room for; None where it was not said.", unknown=None)
+    num_left_out = _Entry("Steps of it that were warm-up or compiled something, and are not counted.")
+    left_out_s = _Entry("Time of the steps that were left out [s].")
+    away_s = _Entry(
+        "Time within the counted steps that was not training and is not in `wall_s`: evaluations, checkpoints, "
+        "compiling, each in the step that ends after it [s]."
+    )
+    compile_s = _Entry("Compiling, also within steps that are left out [s].")
+    evaluation_s = _Entry("Evaluations, also within steps that are left out [s].")
+    checkpoint_s = _Entry("Checkpoints, also within steps that are left out [s].")
+    collection_s = _Entry("Time of Python's garbage collections on the first rank, within the counted steps [s].")
+    num_profiled = _Entry("Counted steps that the first rank recorded with a profiler, which makes them slower.")
+    num_skipped = _Entry(
+        "Counted steps whose update the loop skipped (a gradient scaler that found inf); computed all the same."
+    )
+    rank_flops = _Entry("Useful FLOPs of each rank.")
+    rank_busy_s = _Entry(
+        "Time that each rank's forwards took, without waiting for other ranks [s]; 0 where nobody looked."
+    )
+    rank_busy_flops = _Entry("Useful FLOPs of these forwards.")
+    peak_memory_bytes = _Entry("Largest memory allocated on any rank since the run began [bytes]; 0 where unknown.")
+    ceiling_flops_per_s = _Entry("Rate measured on one such device; NaN where it was not.")
+    peak_bytes_per_s = _Entry("Memory bandwidth of one device [B/s]; NaN where it is not known.")
+    energy_j = _Entry("Energy that the boards of all ranks drew [J]; NaN where one cannot tell.")
+    bytes_moved = _Entry(
+        "Bytes that the steps of all ranks moved at least; 0 where the meter was given no optimizer.", unknown=0
+    )
 
     @property
     def convention(self) -> str:
@@ -231,24 +216,7 @@ class Window:
     @property
     def peak_flops_per_s(self) -> float:
         """Peak of all devices together [FLOP/s]."""
-        return self.peak.flops_per_s * self.world_size
-
-    @property
-    def num_supervised(self) -> float:
-        """Tokens with a label; NaN where a micro-batch did not tell."""
-        return math.nan if self.num_without_labels else self.supervised
-
-    @property
-    def heaviest_rank(self) -> int | None:
-        """The rank that was given the most FLOPs, the first of several; None when none has any."""
-        rank: int | None = self.entries["heaviest_rank"]
-        return rank
-
-    @property
-    def slowest_rank(self) -> int | None:
-        """The rank with the slowest device among ranks that had work; None without any, or if nobody looked."""
-        rank: int | None = self.entries["slowest_rank"]
-        return rank
+        return self.peak.flops_per_s * float(self.world_size)
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -264,80 +232,39 @@ class Window:
             f"{format_rounded(self.tokens_per_s)} tokens/s, padding {format_share(self.padding_share)}"
         )
 
-    @cached_property
-    def entries(self) -> StepRecord:
-        """The record, from which the attributes that are rates and shares are read."""
-        return StepRecord(known(self.measured()))
-
     def to_dict(self) -> StepRecord:
         """Flatten into JSON-ready values; seconds, counts and fractions, never percent; None for unknown values."""
+        return self.entries
+
+    @cached_property
+    def entries(self) -> StepRecord:
+        """The record, which `to_dict` gives."""
         return StepRecord(known(self.measured()))
 
     def measured(self) -> dict[str, Any]:
         """Give the entries that a file keeps, from which `StepRecord` makes a record."""
-        by_component = self.flops.by_component()
-        ranks = {name: getattr(self, name) for name in ("rank_flops", "rank_busy_s", "rank_busy_flops")}
-        smoothed = self.smoothed
-        return {
-            "schema_version": SCHEMA_VERSION,
-            "kind": "step",
-            "step": self.step,
-            "num_steps": self.num_steps,
-            "wall_s": self.wall_s,
-            "data_wait_s": self.data_wait_s,
-            # tokens are real ones, slots have padding too
-            "tokens": self.tokens,
-            "slots": self.slots,
-            "supervised": self.num_supervised,
-            "segments": self.segments,
-            **self.media,
-            "flops": _passes(self.flops),
+        flops, by_component = self.flops, self.flops.by_component()
+        measured = {
+            **self.unmeasured,
+            **self.given,
+            "flops": {name: getattr(flops, name) for name in PASSES},
             "components": [*by_component],
             "flops_by_component": [*by_component.values()],
-            # Counting rule, and rates that shares refer to.
-            "convention": self.convention,
+            "convention": flops.convention,
             "peak_dtype": self.peak.dtype,
             "peak_source": self.peak.source,
-            "ceiling_flops_per_s": self.ceiling_flops_per_s,
-            **_devices(self),
-            "num_batches": self.num_batches,
-            "packing_length": self.packing_length,
-            # time that no step is billed for
-            "num_left_out": self.num_left_out,
-            "left_out_s": self.left_out_s,
-            "away_s": self.away_s,
-            **{f"{bucket}_s": seconds for bucket, seconds in self.away_for_s.items()},
-            "collection_s": self.collection_s,
-            "num_profiled": self.num_profiled,
-            **(_NO_PHASES if self.sampled is None else self.sampled),
-            "phases": {name: phase.measured() for name, phase in self.phases.items()},
-            "num_skipped": self.num_skipped,
-            "bytes_moved": self.bytes_moved or None,
-            "energy_j": self.energy_j,
-            # each rank's own numbers where there are few, else how they differ
-            **(ranks if self.world_size <= LISTED else of_ranks(ranks, is_listed=False)),
-            "peak_memory_bytes": self.peak_memory_bytes,
-            **_NO_FACTS,
-            **self.loop,
-            **({f"{name}_smoothed": getattr(smoothed, name) for name in _SMOOTHED} if smoothed else {}),
-            **self.extra,
+            "peak_flops_per_s": self.peak.flops_per_s,
+            "phases": {name: phase.given for name, phase in self.phases.items()},
         }
+        measured["bytes_moved"] = measured["bytes_moved"] or None
+        if measured["world_size"] > LISTED:  # not each rank's own numbers, but how they differ
+            measured |= of_ranks({name: measured.pop(name) for name in _OF_RANKS}, is_listed=False)
+        if self.smoothed is not None:
+            measured |= {f"{name}_smoothed": getattr(self.smoothed, name) for name in _SMOOTHED}
+        return measured | {**self.extra}
 
 
-def _passes(flops: FlopCount) -> dict[str, int]:
-    return {name: getattr(flops, name) for name in ("forward", "dgrad", "wgrad", "recompute")}
-
-
-def _devices(use: Any) -> dict[str, Any]:
-    """Number and peaks of the devices, as entries of a record."""
-    return {
-        "world_size": use.world_size,
-        "peak_flops_per_s": use.peak.flops_per_s,
-        "peak_bytes_per_s": use.peak_bytes_per_s,
-    }
-
-
-def _above_peak(use: Any, name: str) -> tuple[str, ...]:
+def _above_peak(use: Window | PhaseUse, name: str) -> tuple[str, ...]:
     """Say why numbers of steps, or of a phase, are impossible, and where to look; nothing for possible numbers."""
     count, peak_flops = use.flops, use.peak.flops_per_s * use.world_size
     mfu, hfu = (ratio(ratio(n, use.wall_s), peak_flops) for n in (count.total, count.total + count.recompute))
@@ -351,19 +278,3 @@ def _above_peak(use: Any, name: str) -> tuple[str, ...]:
         "workload handed to the meter is not the one that was computed, or comes from more devices than "
         f"world_size={use.world_size}.",
     )
-
-
-def late_rank(by_rank_s: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """Entries about the rank that comes last to its backward: how much later [s], and by which phase most.
-
-    Args:
-        by_rank_s: of each rank, the phases before ranks wait for each other's gradients [s]; NaN where it took none.
-    """
-    totals = [sum(phases.values()) for phases in by_rank_s]
-    if len(totals) < 2 or any(math.isnan(total) for total in totals):
-        return dict.fromkeys(_LATENESS)
-    rank = max(range(len(totals)), key=totals.__getitem__)
-    others = [phases for place, phases in enumerate(by_rank_s) if place != rank]
-    more = {name: seconds - median(phases[name] for phases in others) for name, seconds in by_rank_s[rank].items()}
-    late_s = totals[rank] - max(total for place, total in enumerate(totals) if place != rank)
-    return dict(zip(_LATENESS, (rank, late_s, max(more, key=more.__getitem__)), strict=True))

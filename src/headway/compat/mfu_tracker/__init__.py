@@ -203,14 +203,8 @@ def track(
         (end := clock.Mark(device)).wait()
         again = 0 if hfu_flop_count is None else round(hfu_flop_count) - round(flop_count)
         count = FlopCount((FlopRow("stated", "blocks", round(flop_count), recompute=again),), "stated")
-        use = Window(
-            flops=count,
-            wall_s=end.seconds_since(begin),
-            tokens=num_tokens or 0,
-            slots=0,
-            peak=peak,
-            world_size=num_gpus,
-        )
+        given = {"wall_s": end.seconds_since(begin), "tokens": num_tokens or 0, "world_size": num_gpus}
+        use = Window(count, peak, given)
         result._set(use, spec, math.nan if param_bytes is None else param_bytes)
         result.hfu = math.nan if hfu_flop_count is None else result.hfu
         return
@@ -227,7 +221,7 @@ def track(
         meter.leave("idle")  # waits for the device, so that the step's numbers are here
         (window,) = meter.merge([meter.finished()])
     tokens = window.tokens if num_tokens is None else num_tokens
-    use = replace(window, tokens=tokens, peak=peak, world_size=num_gpus, data_wait_s=0.0)
+    use = replace(window, peak=peak, given={**window.given, "tokens": tokens, "world_size": num_gpus})
     own_bytes = sum(p.numel() * p.element_size() for p in weights) if param_bytes is None else param_bytes
     result._set(use, spec, own_bytes * (2 * window.num_batches or 1))
 
