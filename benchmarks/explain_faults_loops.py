@@ -308,7 +308,7 @@ def run_train(make: Callable[[bool], dict[str, Any]], folder: Path) -> Times:
     2,048, 70 of 8,192), and a run that larger packs make so much faster is no healthy one.
     """
     from headway.config import parse_config
-    from headway.meter.run_meter import RunMeter
+    from headway.meter.meter import Meter
     from headway.synthetic.digits import write_digits, write_reader
     from headway.train.run import train
 
@@ -318,7 +318,7 @@ def run_train(make: Callable[[bool], dict[str, Any]], folder: Path) -> Times:
     sizes = json.loads((model / "config.json").read_text())
     sizes["text_config"]["num_hidden_layers"] = make(False).get("language_layers", 2)
     (model / "config.json").write_text(json.dumps(sizes))
-    end_step = RunMeter.step
+    end_step = Meter.step
     usual = []
     for number, turn in enumerate(TURNS):
         options = make(turn.is_faulty)
@@ -344,7 +344,7 @@ def run_train(make: Callable[[bool], dict[str, Any]], folder: Path) -> Times:
             ends.append(own_s())
             return end_step(*arguments, **options)
 
-        with options.get("held_up", nullcontext()), patch.object(RunMeter, "step", noted):
+        with options.get("held_up", nullcontext()), patch.object(Meter, "step", noted):
             train(parse_config(config))
         usual.append(usual_s(turn, ends))
     (folder / "metrics.jsonl").write_bytes((folder / "run" / "metrics.jsonl").read_bytes())

@@ -19,11 +19,11 @@ PEAK = Peak("test device", 1e12, "fp32", "made up for a test")
 FLOPS = FlopCount((FlopRow("language.mlp", "tokens", 300, 300, 300),))
 
 
-def window(flops=FLOPS, peak=PEAK, extra=None, **given):
+def window(flops=FLOPS, peak=PEAK, extra=None, **readings):
     """A window of one step and one rank, with other entries."""
     of_ranks = {"rank_flops": (900,), "rank_busy_s": (0.3,), "rank_busy_flops": (300,)}
     usual = {"step": 1, "wall_s": 0.5, "tokens": 90, "slots": 100, **of_ranks}
-    return Window(flops, peak, usual | given, extra={"loss": 2.5} if extra is None else extra)
+    return Window(flops, peak, usual | readings, extra={"loss": 2.5} if extra is None else extra)
 
 
 OLD = Path(__file__).with_name("records_of_version_1.jsonl")

@@ -43,7 +43,7 @@ def windows(draw, smoothed=True):
     idle = draw(st.sampled_from([0, ranks // 2 + 1, ranks]))  # none, more than half, all
     works = tuple(0 if rank < idle else work for rank, work in enumerate(draw(each)))
     busy = tuple(draw(st.lists(TIMES, min_size=ranks, max_size=ranks)))
-    given = {
+    readings = {
         "world_size": ranks,
         "step": 1,
         "num_steps": draw(st.sampled_from([0, 1, 10])),
@@ -58,7 +58,7 @@ def windows(draw, smoothed=True):
     return Window(
         flops_of(draw(NUMBERS)),
         Peak("test device", draw(RATES), "fp32", "made up for a test"),
-        given,
+        readings,
         smoothed=draw(windows(smoothed=False)) if smoothed and draw(st.booleans()) else None,
         extra={"loss": draw(TIMES), "grad_norm": draw(TIMES)},
     )
@@ -112,9 +112,9 @@ def window_of(step, changes):
     full = {"flops": flops_of(300), "wall_s": 0.5, "data_wait_s": 0.1, "peak": PEAK, "energy_j": 5.0,
             "rank_flops": (300, 300, 300), "rank_busy_s": (0.4, 0.4, 0.2), "rank_busy_flops": (100, 100, 100),
             "extra": {"loss": 2.0, "lr": 1e-3}} | dict.fromkeys((*COUNTS, *totals({})), 64)  # fmt: skip
-    given = {**full, **changes, "world_size": 3, "step": step}
-    parts = {name: given.pop(name) for name in ("flops", "peak", "extra")}
-    return Window(given=given, **parts)
+    readings = {**full, **changes, "world_size": 3, "step": step}
+    parts = {name: readings.pop(name) for name in ("flops", "peak", "extra")}
+    return Window(readings=readings, **parts)
 
 
 @pytest.mark.parametrize("order", ["as they come", "all of one kind"])
@@ -162,7 +162,7 @@ def test_a_window_is_printed_in_one_line(window):
 
 
 def test_the_line_of_a_window_reads():
-    given = {"step": 20, "num_steps": 10, "wall_s": 8.0, "tokens": 9_000, "slots": 12_000, "rank_flops": (10**12,)}
-    window = Window(flops_of(10**12), PEAK, given)
+    readings = {"step": 20, "num_steps": 10, "wall_s": 8.0, "tokens": 9_000, "slots": 12_000, "rank_flops": (10**12,)}
+    window = Window(flops_of(10**12), PEAK, readings)
     # forward and both gradients of 1 TFLOP each in 8 s, against 1 TFLOP/s
     assert str(window) == "step 20: 10 steps in 8.00 s, MFU 37.5 %, 1,125 tokens/s, padding 25.0 %"

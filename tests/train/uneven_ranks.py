@@ -16,7 +16,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from headway.config import load_config
-from headway.meter.run_meter import RunMeter
+from headway.meter.meter import Meter
 from headway.optim import Optimizer
 from headway.train.run import train
 from helpers.device import Device
@@ -50,7 +50,7 @@ class Rank(Device):
 def main(config, folder, *seconds):
     rank = int(os.environ["RANK"])
     per_token_s = float(seconds[rank])
-    forward, merge = Qwen3DecoderLayer.forward, RunMeter.merge
+    forward, merge = Qwen3DecoderLayer.forward, Meter.merge
     walls_s, device = [], Rank()
 
     def working_forward(layer, hidden_states, *args, **kwargs):
@@ -68,7 +68,7 @@ def main(config, folder, *seconds):
         device.meeting(FSDPParamGroup, "wait_for_unshard"),
         device.meeting(Optimizer, "step"),  # gradients of all ranks are there
         patch.object(Qwen3DecoderLayer, "forward", working_forward),
-        patch.object(RunMeter, "merge", seen_merge),
+        patch.object(Meter, "merge", seen_merge),
     ):
         train(load_config(Path(config)))
     Path(folder, f"walls-{rank}.json").write_text(json.dumps(walls_s))

@@ -73,16 +73,16 @@ _PEAK = Peak("a device", flops_per_s=312e12, dtype="bf16", source="its datasheet
 
 
 def _phase(flops: int, generated_tokens: int = 0) -> PhaseUse:
-    given = {"wall_s": 0.25, "flops": {"forward": flops}, "tokens": 1500, "slots": 2048, "bytes_moved": 10**10}
-    given |= {"generated_tokens": generated_tokens, "weight_bytes": 10**9}
-    return PhaseUse(FlopCount((FlopRow("language.mlp", "tokens", forward=flops),)), _PEAK, 2, 2e12, given)
+    readings = {"wall_s": 0.25, "flops": {"forward": flops}, "tokens": 1500, "slots": 2048, "bytes_moved": 10**10}
+    readings |= {"generated_tokens": generated_tokens, "weight_bytes": 10**9}
+    return PhaseUse(FlopCount((FlopRow("language.mlp", "tokens", forward=flops),)), _PEAK, 2, 2e12, readings)
 
 
 def example() -> Window:
     """A window of two steps on two ranks in which every number is known."""
     model = load_cost_model("qwen3-0.6b")
     counts = [model.count(Workload(segments=[1024, 512])), model.count(Workload(segments=[700, 800]))]
-    given = {
+    readings = {
         "wall_s": 0.5, "data_wait_s": 0.01, "tokens": 3036, "slots": 4096, "world_size": 2, "step": 20, "num_steps": 2,
         "segments": 4, "images": 1, "patches": 1536, "rank_flops": (counts[0].total, counts[1].total),
         "rank_busy_s": (0.2, 0.2), "rank_busy_flops": (counts[0].total, counts[1].total), "peak_memory_bytes": 2**30,
@@ -98,7 +98,7 @@ def example() -> Window:
         "places": [{"phase": "after", "code": "train.py:30 in log", "purpose": "logging", "s": 0.004}],
     }  # fmt: skip
     phases = {"rollout": _phase(counts[0].total // 2, generated_tokens=700), "rest": _phase(0)}
-    window = Window(counts[0] + counts[1], _PEAK, given, phases)
+    window = Window(counts[0] + counts[1], _PEAK, readings, phases)
     return replace(window, smoothed=window)
 
 

@@ -77,6 +77,8 @@ class Meter(StepMeter):
         phases: whether some steps are divided into phases, and the code that the loop pauses in is looked at; where the
             model is not compiled as a whole.
         timeout_s: how long other ranks are waited for when a window is logged [s].
+        by_messages: whether the loop exchanges the ranks' numbers with messages of its own, as `headway train` does. It
+            then hands what `finished` gives of every rank to `merge`, and each step is a window.
         clock: monotonic clock [s]; the host's when None.
 
     >>> meter = Meter(model, log_every=10, on_window=lambda w: print(f"{w.mfu:.1%}"))   # doctest: +SKIP
@@ -111,6 +113,7 @@ class Meter(StepMeter):
         others: Sequence[Any] = (),
         phases: bool = True,
         timeout_s: float = 60.0,
+        by_messages: bool = False,
         clock: Callable[[], float] | None = None,
     ) -> None:
         if log_every < 1 or smooth_over < 1 or num_warmup_steps < 0:
@@ -170,6 +173,9 @@ class Meter(StepMeter):
             self.add_watch(ForwardWatch(model, self, counts=counts))
         self.log_every = log_every
         self.num_warmup_steps = num_warmup_steps
+        self.by_messages = by_messages
+        self._arrived: Sequence[list[tuple[int, Sums]]] = ()  # steps of each rank that not all ranks have passed yet
+        self._num_merged = 0
         # Receivers of windows.
         self._on_window = on_window
         self._ranks: HostAllGather | None = None
@@ -181,6 +187,8 @@ class Meter(StepMeter):
 
     def _opens(self) -> bool:
         """Find the other ranks, and open the files of records on the first."""
+        if self.by_messages:
+            return False
         self._ranks = HostAllGather(self._timeout_s)
         if self._log_to and self._ranks.rank == 0:
             self._sinks = Sinks.open(self._log_to)
@@ -197,10 +205,12 @@ class Meter(StepMeter):
             extra: the loop's own numbers for the log, such as `loss=...`.
 
         Returns:
-            The window that this step completes; None for most.
+            The window that this step completes; None for most, and for all of a loop that merges its own.
 
         """
         step = self._ended_step(skipped, extra, self.num_warmup_steps)
+        if self.by_messages:
+            return None
         self._left_out += [self.num_steps] if step.left_out else []
         self._pending.add_up()
         return self.log() if self.num_steps % self.log_every == 0 else None
@@ -219,6 +229,33 @@ class Meter(StepMeter):
         window = self._tell(self._of_all(self._ranks))
         self._tell_watchers("end", "logging")
         return window
+
+    def finished(self) -> list[tuple[int, Sums]]:
+        """Take the steps that this rank's device has passed since the last call; nothing is waited for."""
+        steps = self._pending.take_each()
+        memory = self._with_readings(steps[-1])[0] if steps else 0
+        return [(memory, sums) for sums in steps]
+
+    def merge(self, every: Sequence[list[tuple[int, Sums]]]) -> list[Window]:
+        """Describe the steps that all ranks have passed.
+
+        Args:
+            every: what `finished` gave on each rank, in the order of the ranks.
+
+        Returns:
+            A window for each step, in their order; none are lost, those that some rank has not passed come later.
+        """
+        self._arrived = self._arrived or [[] for _ in every]
+        for arrived, new in zip(self._arrived, every, strict=True):
+            arrived.extend(new)
+        windows = []
+        for _ in range(min(map(len, self._arrived))):
+            parts = [arrived.pop(0) for arrived in self._arrived]
+            self._num_merged += 1
+            memory = max(memory for memory, _ in parts)
+            window = self._tally.one_step([sums for _, sums in parts], memory, self.steps_before + self._num_merged)
+            windows.append(self._of_loop(window))
+        return windows
 
     def _of_all(self, all_ranks: HostAllGather) -> Window | None:
         mine: tuple[int, Sums] | None = None
@@ -252,16 +289,6 @@ class Meter(StepMeter):
             self._on_window(window)
         return window
 
-    def _last_window(self) -> None:
-        self.log()
-
-    def close(self) -> Window:  # noqa: D102 - as the class above says
-        is_first = self._run is None
-        run = super().close()
-        if is_first:
-            self._warn(run)
-        return run
-
     def _let_go(self) -> None:
         if self._sinks is not None:
             self._sinks.close()
@@ -270,6 +297,9 @@ class Meter(StepMeter):
         super()._let_go()
 
     def _warn(self, window: Window | None) -> None:
-        for warning in window.warnings if window is not None and not self._has_warned else ():
+        """Warn of impossible numbers, once; a loop that merges its steps has shown each of them."""
+        if window is None or self._has_warned or self.by_messages:
+            return
+        for warning in window.warnings:
             self._has_warned = True
             warnings.warn(warning, stacklevel=3)

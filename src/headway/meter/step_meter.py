@@ -46,11 +46,11 @@ class StepMeter(StepClock, ABC):
     memory_bytes_per_s: float
     steps_before: int
     num_steps = 0
+    by_messages: bool
     failure: Exception | None = None
     on_failure: Callable[[Exception], None] | None = None
     second_backward = ""
     _counts_tokens = True
-    _records_left_out = False  # whether steps that compiled something have windows of their own
     _has_own_ledger: bool  # whether the loop gave the cost model
     _reads_recompute: bool  # whether it is read off the model
     _watch: bool | None
@@ -225,10 +225,10 @@ class StepMeter(StepClock, ABC):
             if self._phases is not None:
                 loop["optimizer"] = self._phases.optimizer or None
             if self._places is not None:
-                loop["places"] = self._places.take(max(1, window.given["num_steps"]), window.given["wall_s"])
+                loop["places"] = self._places.take(max(1, window.readings["num_steps"]), window.readings["wall_s"])
             torch = sys.modules.get("torch")
             loop["anomaly_mode"] = None if torch is None else bool(torch.is_anomaly_enabled())
-        return replace(window, given={**window.given, **loop})
+        return replace(window, readings={**window.readings, **loop})
 
     def _opens(self) -> bool:
         """Open the parts that windows need; returns whether steps are kept one by one, for several ranks to sum up."""
@@ -354,7 +354,7 @@ class StepMeter(StepClock, ABC):
         self._pending.steps.append(step)
         self._batches = []
         if self._energy is not None:
-            self._energy.step(left_out=left_out and not self._records_left_out)
+            self._energy.step(left_out=left_out and not self.by_messages)
         if self.watchers:
             self._tell_watchers("took", step)
         return step
@@ -387,8 +387,11 @@ class StepMeter(StepClock, ABC):
         return largest, sums
 
     @abstractmethod
-    def _last_window(self) -> None:
+    def log(self) -> Window | None:
         """Add up the steps that no window has yet."""
+
+    @abstractmethod
+    def _warn(self, window: Window | None) -> None: ...
 
     def close(self) -> Window:
         """Wait for the device once and return the run: all counted steps of all ranks. The meter is then done.
@@ -399,7 +402,7 @@ class StepMeter(StepClock, ABC):
             return self._run
         self._finish()
         self._tell_watchers("stop")
-        self._last_window()
+        self.log()
         self._let_go()
         run = self._tally.run(self._step, self._pending.extra)
         if not run.num_steps and self.failure is None:
@@ -409,6 +412,7 @@ class StepMeter(StepClock, ABC):
                 stacklevel=2,
             )
         self._run = run
+        self._warn(run)
         return run
 
     def __enter__(self) -> Self:

@@ -163,11 +163,14 @@ class Tally:
         compiled = self._describe(self._left_out, step, extra)
         return replace(
             run,
-            given={
-                **run.given,
+            readings={
+                **run.readings,
                 "num_left_out": run.num_left_out + compiled.num_left_out,
                 "left_out_s": run.left_out_s + compiled.wall_s,
-                **{name: run.given[name] + compiled.given[name] for name in (f"{bucket}_s" for bucket in AWAY_FOR)},
+                **{
+                    name: run.readings[name] + compiled.readings[name]
+                    for name in (f"{bucket}_s" for bucket in AWAY_FOR)
+                },
             },
         )
 
@@ -177,7 +180,7 @@ class Tally:
         # ranks that work on each batch together know it whole on the first of them; each is billed its share
         billed = [ranks[place - place % self.batch_ranks] for place in range(len(ranks))]
         useful = [flops[WHOLE].total] if len(ranks) == 1 else [_useful(rank) for rank in billed]
-        given = {
+        readings = {
             "step": step,
             "world_size": len(ranks),
             **{name: first[WHOLE, name] for name in ("num_steps", "num_left_out", "num_skipped", "num_profiled")},
@@ -197,7 +200,7 @@ class Tally:
         }
         names = [name for name in dict.fromkeys([key[0] for key in total]) if name not in (WHOLE, REST)]
         phases = self._named([*names, REST], total, ranks, flops) if names else {}
-        return Window(flops[WHOLE], self.peak, given, phases, extra=extra)
+        return Window(flops[WHOLE], self.peak, readings, phases, extra=extra)
 
     def _named(
         self, names: Sequence[str], total: Sums, ranks: Sequence[Sums], flops: Mapping[str, FlopCount]
@@ -207,17 +210,17 @@ class Tally:
         for name in names:
             devices = self.devices.get(name, here)
             loop_s, busy_s = first[name, "wall_ns"] / NS, first[name, "devices_ns"] / NS
-            given: dict[str, Any] = {"wall_s": loop_s}
+            readings: dict[str, Any] = {"wall_s": loop_s}
             if name in self.devices:
-                given |= {"devices_s": busy_s or loop_s, "num_devices": devices.num_devices}
-                given |= {"world_size": devices.num_devices, "peak_flops_per_s": devices.peak.flops_per_s}
-                given["peak_bytes_per_s"] = devices.memory_bytes_per_s
+                readings |= {"devices_s": busy_s or loop_s, "num_devices": devices.num_devices}
+                readings |= {"world_size": devices.num_devices, "peak_flops_per_s": devices.peak.flops_per_s}
+                readings["peak_bytes_per_s"] = devices.memory_bytes_per_s
             elif busy_s not in (0.0, loop_s):
-                given["busy_s"] = busy_s
+                readings["busy_s"] = busy_s
             if (count := flops.get(name, FlopCount(()))).rows:
-                given["flops"] = {each: getattr(count, each) for each in PASSES}
-            given |= {quantity: number for quantity in _OF_PHASES if (number := total[name, quantity])}
-            phases[name] = PhaseUse(count, devices.peak, devices.num_devices, devices.memory_bytes_per_s, given)
+                readings["flops"] = {part: getattr(count, part) for part in PASSES}
+            readings |= {quantity: number for quantity in _OF_PHASES if (number := total[name, quantity])}
+            phases[name] = PhaseUse(count, devices.peak, devices.num_devices, devices.memory_bytes_per_s, readings)
         return phases
 
 

@@ -23,7 +23,6 @@ from headway.meter.batches import workload_of
 from headway.meter.energy import clocks_of
 from headway.meter.environment import largest_memory
 from headway.meter.pending import PendingStep
-from headway.meter.run_meter import RunMeter
 from headway.meter.step_meter import StepMeter
 from headway.version import __version__
 
@@ -47,7 +46,7 @@ def facts_of(meter: StepMeter, *, rank: int, world_size: int, overhead_s: float 
         "schema_version": SCHEMA_VERSION,
         "rank": rank,
         "world_size": world_size,
-        "loop": "headway train" if isinstance(meter, RunMeter) else "a loop of one's own",
+        "loop": "headway train" if meter.by_messages else "a loop of one's own",
         "device": meter.peak.name,
         "versions": _versions(),
         "peak_flops_per_s": _finite_or_none(meter.peak.flops_per_s),

@@ -1,5 +1,6 @@
 """A window: consecutive steps of all ranks, and the record of it."""
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -45,7 +46,7 @@ class _Entry(property):
         self._name = name
 
     def _read(self, use: Any) -> Any:
-        measured = {**use.unmeasured, **use.given}
+        measured = {**use.unmeasured, **use.readings}
         value = measured[self._name] if self._name in measured else use.entries[self._name]
         is_known = value is not None and not (isinstance(value, float) and not math.isfinite(value))
         return value if is_known else self._unknown
@@ -60,7 +61,7 @@ class PhaseUse:
         peak: what one of its devices can do.
         world_size: devices that shared the work.
         peak_bytes_per_s: memory bandwidth of one device [B/s]; NaN where it is not known.
-        given: what was measured, as entries of a record; counts of 0 are left out.
+        readings: what was measured, as entries of a record; counts of 0 are left out.
     """
 
     unmeasured: ClassVar[Mapping[str, Any]] = {}
@@ -69,7 +70,7 @@ class PhaseUse:
     peak: Peak
     world_size: int
     peak_bytes_per_s: float
-    given: Mapping[str, Any]
+    readings: Mapping[str, Any]
 
     mfu = _Entry("Useful model FLOPs / (wall time x peak), a fraction.")
     mbu = _Entry("Bytes moved at least / (wall time x peak bytes/s), a fraction; NaN where either is not known.")
@@ -87,17 +88,17 @@ class PhaseUse:
     @property
     def is_elsewhere(self) -> bool:
         """True if it has devices of its own, whose FLOPs are not those of the steps."""
-        return "num_devices" in self.given
+        return "num_devices" in self.readings
 
     @property
     def loop_s(self) -> float:
         """Time that the loop was in it [s]; those of all phases add up to the steps' time."""
-        return float(self.given["wall_s"])
+        return float(self.readings["wall_s"])
 
     @property
     def wall_s(self) -> float:
         """Its time [s]: that of its own devices where they tell it."""
-        return float(self.given.get("devices_s", self.given.get("busy_s", self.loop_s)))
+        return float(self.readings.get("devices_s", self.readings.get("busy_s", self.loop_s)))
 
     def to_dict(self) -> dict[str, Any]:
         """Give its entries of a record."""
@@ -107,7 +108,7 @@ class PhaseUse:
     def entries(self) -> dict[str, Any]:
         """The entries that `to_dict` gives."""
         devices = {"world_size": self.world_size, "peak_flops_per_s": self.peak.flops_per_s}
-        return phase_entries(known(self.given), {**devices, "peak_bytes_per_s": self.peak_bytes_per_s})
+        return phase_entries(known(self.readings), {**devices, "peak_bytes_per_s": self.peak_bytes_per_s})
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ class Window:
     Attributes:
         flops: counted FLOPs, by component and phase.
         peak: what one device can do.
-        given: what else was measured, as entries of a record.
+        readings: what else was measured, as entries of a record.
         phases: phases that the loop names, and the rest, by name; none where it names none.
         smoothed: this window and some before it as one; None for the first.
         extra: the loop's own numbers (loss, learning rate): those of this rank's last step.
@@ -132,7 +133,7 @@ class Window:
 
     flops: FlopCount
     peak: Peak
-    given: Mapping[str, Any]
+    readings: Mapping[str, Any]
     phases: Mapping[str, PhaseUse] = field(default_factory=dict)
     smoothed: "Window | None" = None
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -221,8 +222,8 @@ class Window:
     @property
     def warnings(self) -> tuple[str, ...]:
         """Warnings about impossible numbers, a phase's after its name; usually empty."""
-        of_phases = ((f"phase {name}: ", phase) for name, phase in self.phases.items())
-        return tuple(text for name, use in (("", self), *of_phases) for text in _above_peak(use, name))
+        of_phases = (_above_peak(phase, f"phase {name}: ") for name, phase in self.phases.items())
+        return tuple(itertools.chain(_above_peak(self, ""), *of_phases))
 
     def __str__(self) -> str:
         """The window in a line, as for `print`; `to_dict` has all of it."""
@@ -246,7 +247,7 @@ class Window:
         flops, by_component = self.flops, self.flops.by_component()
         measured = {
             **self.unmeasured,
-            **self.given,
+            **self.readings,
             "flops": {name: getattr(flops, name) for name in PASSES},
             "components": [*by_component],
             "flops_by_component": [*by_component.values()],
@@ -254,10 +255,10 @@ class Window:
             "peak_dtype": self.peak.dtype,
             "peak_source": self.peak.source,
             "peak_flops_per_s": self.peak.flops_per_s,
-            "phases": {name: phase.given for name, phase in self.phases.items()},
+            "phases": {name: phase.readings for name, phase in self.phases.items()},
         }
         measured["bytes_moved"] = measured["bytes_moved"] or None
-        if measured["world_size"] > LISTED:  # not each rank's own numbers, but how they differ
+        if measured["world_size"] > LISTED:  # many ranks have no numbers of their own
             measured |= of_ranks({name: measured.pop(name) for name in _OF_RANKS}, is_listed=False)
         if self.smoothed is not None:
             measured |= {f"{name}_smoothed": getattr(self.smoothed, name) for name in _SMOOTHED}

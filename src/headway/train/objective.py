@@ -28,7 +28,7 @@ from headway.count import CostModel
 from headway.data import Batch, Encoder
 from headway.data.feed import Feed
 from headway.errors import ConfigError
-from headway.meter.run_meter import RunMeter
+from headway.meter.meter import Meter
 from headway.models.head import ModelWithLoss
 from headway.models.load import load_model
 from headway.models.parallel.ranks import Ranks
@@ -90,7 +90,7 @@ class LoopStep(NamedTuple):
     number: int
     share: StepShare
     sums: StepSums
-    meter: RunMeter
+    meter: Meter
 
     @contextmanager
     def forward(self, name: str, batch: Batch, cost_model: CostModel | None = None) -> Iterator[None]:

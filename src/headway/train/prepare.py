@@ -50,7 +50,7 @@ from headway.errors import ConfigError, RunCompleteError
 from headway.log.run_files import CHECKPOINTS, EXPORTS, RUN, write_json
 from headway.meter.batch_share import BatchShare
 from headway.meter.environment import bandwidth_of
-from headway.meter.run_meter import RunMeter
+from headway.meter.meter import Meter
 from headway.models.experts import RouterLoad
 from headway.models.load import Processor, load_model_config, load_processor
 from headway.models.lora import write_adapter_config
@@ -102,7 +102,7 @@ class Run:
     base: str
     optimizer: Optimizer
     ema: WeightAverage | None
-    meter: RunMeter
+    meter: Meter
     feed: Feed
     steps: int
     notes: tuple[str, ...]
@@ -285,12 +285,12 @@ def _joined(config: TrainConfig, device: torch.device, phase: LoopPhase, *, resu
     return ranks
 
 
-def _meter(parts: RunParts, optimizer: Optimizer, objective: Objective, checkpoint: Checkpoint | None) -> RunMeter:
+def _meter(parts: RunParts, optimizer: Optimizer, objective: Objective, checkpoint: Checkpoint | None) -> Meter:
     config, trained, device, ranks = parts.config, parts.trained, parts.device, parts.ranks
     peak = peak_for(device, parts.precision.peak_dtype)
     if not config.model.flops:  # a share of the peak would be 0
         peak = replace(peak, flops_per_s=math.nan, source="model.flops is false")
-    return RunMeter(
+    return Meter(
         trained.model,
         cost_model=trained.cost_model,
         peak=peak,
@@ -302,6 +302,7 @@ def _meter(parts: RunParts, optimizer: Optimizer, objective: Objective, checkpoi
         steps_before=checkpoint.step if checkpoint is not None else 0,
         others=tuple(objective.ledgers),
         watch=False,
+        by_messages=True,
     )
 
 

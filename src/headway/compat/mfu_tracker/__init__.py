@@ -28,7 +28,7 @@ from headway.meter.batch_share import BatchShare
 from headway.meter.batches import input_gradients_of, workload_of
 from headway.meter.environment import device_of
 from headway.meter.hooks import arguments_by_name
-from headway.meter.run_meter import RunMeter
+from headway.meter.meter import Meter
 from headway.meter.watch import ledger_of
 from headway.meter.window import Window
 from headway.tracing.shapes import ShapeTraces, without_data
@@ -46,7 +46,7 @@ __all__ = [
 
 BACKWARD_FACTOR_MESSAGE = "a backward factor is not used: recomputation is read off the model, and is in HFU alone."
 _NO_PEAK = Peak("unknown", math.nan, "unknown", "unknown", "override")
-_meters: weakref.WeakKeyDictionary[nn.Module, dict[Any, RunMeter]] = weakref.WeakKeyDictionary()
+_meters: weakref.WeakKeyDictionary[nn.Module, dict[Any, Meter]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -203,8 +203,8 @@ def track(
         (end := clock.Mark(device)).wait()
         again = 0 if hfu_flop_count is None else round(hfu_flop_count) - round(flop_count)
         count = FlopCount((FlopRow("stated", "blocks", round(flop_count), recompute=again),), "stated")
-        given = {"wall_s": end.seconds_since(begin), "tokens": num_tokens or 0, "world_size": num_gpus}
-        use = Window(count, peak, given)
+        readings = {"wall_s": end.seconds_since(begin), "tokens": num_tokens or 0, "world_size": num_gpus}
+        use = Window(count, peak, readings)
         result._set(use, spec, math.nan if param_bytes is None else param_bytes)
         result.hfu = math.nan if hfu_flop_count is None else result.hfu
         return
@@ -221,17 +221,23 @@ def track(
         meter.leave("idle")  # waits for the device, so that the step's numbers are here
         (window,) = meter.merge([meter.finished()])
     tokens = window.tokens if num_tokens is None else num_tokens
-    use = replace(window, peak=peak, given={**window.given, "tokens": tokens, "world_size": num_gpus})
+    use = replace(window, peak=peak, readings={**window.readings, "tokens": tokens, "world_size": num_gpus})
     own_bytes = sum(p.numel() * p.element_size() for p in weights) if param_bytes is None else param_bytes
     result._set(use, spec, own_bytes * (2 * window.num_batches or 1))
 
 
-def _meter_of(models: tuple[nn.Module, ...]) -> RunMeter:
+def _meter_of(models: tuple[nn.Module, ...]) -> Meter:
     """Find or make the meter of models, which is away between blocks; other processes' meters are not asked."""
     meters, others = _meters.setdefault(models[0], {}), models[1:]
     if others not in meters:
-        meters[others] = RunMeter(
-            models[0], peak=_NO_PEAK, others=others, watch=True, phases=False, batch_ranks=BatchShare()
+        meters[others] = Meter(
+            models[0],
+            peak=_NO_PEAK,
+            others=others,
+            watch=True,
+            phases=False,
+            by_messages=True,
+            batch_ranks=BatchShare(),
         )
         meters[others].leave("idle")
     if not meters[others].is_away:
