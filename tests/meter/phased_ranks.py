@@ -13,7 +13,7 @@ from torch import nn
 
 from headway import Meter, Workload
 from headway.devices import Peak
-from headway.meter.host_gather import HostAllGather
+from headway.meter.meter import HostAllGather
 from helpers.device import COST_MODEL, Clock
 
 

@@ -55,7 +55,8 @@ class Sinks(Sink):
         Raises:
             UsageError: the record has no integer `step`, or holds what JSON cannot.
         """
-        flatten(record)  # a record that is wrong is wrong for all of them
+        if self._sinks:
+            flatten(record)  # a record that is wrong is wrong for all of them
         for sink in list(self._sinks):
             try:
                 sink.write(record)

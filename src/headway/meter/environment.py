@@ -98,7 +98,7 @@ def recompute_of(model: Any) -> str:
 class Compilation:
     """Notices when torch.compile compiles in this process, and reports beginning and end."""
 
-    def __init__(self, begin: Callable[[], None], end: Callable[[], None]) -> None:
+    def __init__(self, begin: Callable[[Any], None], end: Callable[[Any], None]) -> None:
         dynamo = sys.modules.get("torch._dynamo.utils")
         self._num_graphs = 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
         self._begin, self._end = begin, end
@@ -114,10 +114,10 @@ class Compilation:
         from torch._dynamo.callback import callback_handler
 
         self._handler = callback_handler
-        if self._on_begin not in callback_handler.start_callbacks:
-            callback_handler.register_start_callback(self._on_begin)
-        if self._on_end not in callback_handler.end_callbacks:
-            callback_handler.register_end_callback(self._on_end)
+        if self._begin not in callback_handler.start_callbacks:
+            callback_handler.register_start_callback(self._begin)
+        if self._end not in callback_handler.end_callbacks:
+            callback_handler.register_end_callback(self._end)
 
     def happened(self) -> bool:
         """Go on to listen, and say whether a graph has been made since the last call."""
@@ -130,16 +130,10 @@ class Compilation:
     def let_go(self) -> None:
         """Listen no more."""
         handler, self._handler = self._handler, None
-        if handler is not None and self._on_begin in handler.start_callbacks:
-            handler.remove_start_callback(self._on_begin)
-        if handler is not None and self._on_end in handler.end_callbacks:
-            handler.remove_end_callback(self._on_end)
-
-    def _on_begin(self, _what: Any) -> None:
-        self._begin()
-
-    def _on_end(self, _what: Any) -> None:
-        self._end()
+        if handler is not None and self._begin in handler.start_callbacks:
+            handler.remove_start_callback(self._begin)
+        if handler is not None and self._end in handler.end_callbacks:
+            handler.remove_end_callback(self._end)
 
 
 def largest_memory(device: Any) -> int:

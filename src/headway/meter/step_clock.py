@@ -292,7 +292,7 @@ class StepClock:
         """Tell whether something compiles in the middle of training."""
         return self._left_for == "compile"
 
-    def _compiling(self) -> None:
+    def _compiling(self, _what: Any) -> None:
         """Charge compilation that begins now, in the middle of a step, an evaluation or a checkpoint."""
         if self._left_s is None:
             self._compile_span = self.away("compile")
@@ -300,7 +300,7 @@ class StepClock:
             self._compile_span = nullcontext() if self.goodput is None else self.goodput.bucket("compile")
         self._compile_span.__enter__()
 
-    def _compiled(self) -> None:
+    def _compiled(self, _what: Any) -> None:
         if self._compile_span is not None:
             span, self._compile_span = self._compile_span, None
             span.__exit__(None, None, None)

@@ -161,18 +161,11 @@ class Tally:
         if not self._left_out:
             return run
         compiled = self._describe(self._left_out, step, extra)
-        return replace(
-            run,
-            readings={
-                **run.readings,
-                "num_left_out": run.num_left_out + compiled.num_left_out,
-                "left_out_s": run.left_out_s + compiled.wall_s,
-                **{
-                    name: run.readings[name] + compiled.readings[name]
-                    for name in (f"{bucket}_s" for bucket in AWAY_FOR)
-                },
-            },
-        )
+        left_out_s = run.left_out_s + compiled.wall_s
+        readings = {**run.readings, "num_left_out": run.num_left_out + compiled.num_left_out, "left_out_s": left_out_s}
+        for bucket in AWAY_FOR:
+            readings[f"{bucket}_s"] += compiled.readings[f"{bucket}_s"]
+        return replace(run, readings=readings)
 
     def _describe(self, ranks: Sequence[Sums], step: int, extra: dict[str, Any]) -> Window:
         total, first = ranks[0] if len(ranks) == 1 else added(ranks), ranks[0]

@@ -141,9 +141,7 @@ class Window:
     mfu = _Entry("Useful model FLOPs / (wall time x peak), a fraction.")
     hfu = _Entry("MFU with the recomputed FLOPs of activation checkpointing added, a fraction.")
     mfu_of_ceiling = _Entry("Useful FLOPs / (wall time x measured ceiling), a fraction; NaN without a ceiling.")
-    mfu_of_all_devices = _Entry(
-        "MFU with the devices that phases have of their own, over the time of the steps, a fraction."
-    )
+    mfu_of_all_devices = _Entry("MFU with the devices that phases have of their own, over the steps' time, a fraction.")
     mbu = _Entry("Bytes moved at least / (wall time x peak bytes/s), a fraction; NaN where either is not known.")
     flops_per_s = _Entry("Useful model FLOPs per second, all devices together [FLOP/s].")
     tokens_per_s = _Entry("Real tokens per second, all devices together.")
@@ -154,22 +152,11 @@ class Window:
     fill = _Entry("Real tokens / room in the micro-batches, a fraction; NaN without a packing length.")
     joules_per_token = _Entry("Energy of the boards per real token [J]; NaN where it is not known.")
     balance = _Entry("Mean over maximum of the ranks' useful FLOPs, a fraction: 1 when all carry the same.")
-    straggler_share = _Entry(
-        "Least share of the time that ranks waited for the heaviest one, were all equally fast: 1 - balance."
-    )
-    heaviest_rank_load = _Entry(
-        "FLOPs of the heaviest rank over the mean of all, 1 or more: where the work makes the others wait."
-    )
-    slowest_rank_speed = _Entry(
-        "Speed of the slowest rank over the median of those that had work: where a device makes the others wait."
-    )
-    heaviest_rank = _Entry(
-        "The rank that was given the most FLOPs, the first of several; None when none has any.", unknown=None
-    )
-    slowest_rank = _Entry(
-        "The rank with the slowest device among ranks that had work; None without any, or if nobody looked.",
-        unknown=None,
-    )
+    straggler_share = _Entry("Least share of the time that equally fast ranks wait for the heaviest: 1 - balance.")
+    heaviest_rank_load = _Entry("FLOPs of the heaviest rank over the mean of all: where work makes the others wait.")
+    slowest_rank_speed = _Entry("Speed of the slowest rank over the median: where a device makes the others wait.")
+    heaviest_rank = _Entry("The rank with the most FLOPs, the first of several; None when none has any.", unknown=None)
+    slowest_rank = _Entry("The slowest rank of those with work; None without any, or if nobody looked.", unknown=None)
     # measured entries
     step = _Entry("Number of the last step in it, from 1.")
     num_steps = _Entry("Steps counted in it.")
@@ -193,21 +180,15 @@ class Window:
     checkpoint_s = _Entry("Checkpoints, also within steps that are left out [s].")
     collection_s = _Entry("Time of Python's garbage collections on the first rank, within the counted steps [s].")
     num_profiled = _Entry("Counted steps that the first rank recorded with a profiler, which makes them slower.")
-    num_skipped = _Entry(
-        "Counted steps whose update the loop skipped (a gradient scaler that found inf); computed all the same."
-    )
+    num_skipped = _Entry("Counted steps whose update the loop skipped, such as a gradient scaler that found inf.")
     rank_flops = _Entry("Useful FLOPs of each rank.")
-    rank_busy_s = _Entry(
-        "Time that each rank's forwards took, without waiting for other ranks [s]; 0 where nobody looked."
-    )
+    rank_busy_s = _Entry("Time of each rank's forwards, without waits for other ranks [s]; 0 where nobody looked.")
     rank_busy_flops = _Entry("Useful FLOPs of these forwards.")
     peak_memory_bytes = _Entry("Largest memory allocated on any rank since the run began [bytes]; 0 where unknown.")
     ceiling_flops_per_s = _Entry("Rate measured on one such device; NaN where it was not.")
     peak_bytes_per_s = _Entry("Memory bandwidth of one device [B/s]; NaN where it is not known.")
     energy_j = _Entry("Energy that the boards of all ranks drew [J]; NaN where one cannot tell.")
-    bytes_moved = _Entry(
-        "Bytes that the steps of all ranks moved at least; 0 where the meter was given no optimizer.", unknown=0
-    )
+    bytes_moved = _Entry("Bytes that all ranks moved at least; 0 where the meter has no optimizer.", unknown=0)
 
     @property
     def convention(self) -> str:

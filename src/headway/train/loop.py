@@ -209,9 +209,9 @@ class Loop:
             router=run.router_load.take,
         )
         # the optimizer multiplies gradients by the factor that clips them, while it reads them
-        factor = None if optim.clip is None else clipping_factor(numbers.grad_norm_1[0], optim.clip)
+        factor = None if optim.clip is None else clipping_factor(numbers.grad_norm, optim.clip)
         skips = optim.on_nonfinite == "skip"
-        take_step(run.optimizer, numbers.vector(), factor=factor, skips=skips, learns=shared.learns)
+        take_step(run.optimizer, numbers.vector_K, factor=factor, skips=skips, learns=shared.learns)
         if run.ema is not None and shared.learns:
             run.ema.update(self._step)
         run.optimizer.zero_grad(set_to_none=True)

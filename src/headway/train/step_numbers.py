@@ -5,7 +5,6 @@ Tensor letters: S sources, M further sums, K numbers of a step, N losses of a pa
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -55,41 +54,36 @@ class StepNumbers(NamedTuple):
         return all(map(math.isfinite, (*self.losses, *self.terms.values(), self.grad_norm)))
 
 
-@dataclass(frozen=True)
-class DeviceNumbers:
+class DeviceNumbers(NamedTuple):
     """The same numbers on the device, where they may not have been computed yet.
 
     Attributes:
-        loss_S: summed losses of each source.
-        term_M: further sums.
-        recompiles_1: guards that failed.
-        grad_norm_1: norm of the gradient.
-        router_3: numbers of a `RouterSummary`; shape (0,) without experts.
+        vector_K: summed losses of each source, further sums, guards that failed, norm of the gradient, and the numbers
+            of a `RouterSummary`, if there are experts.
         terms: names of the further sums.
     """
 
-    loss_S: torch.Tensor
-    term_M: torch.Tensor
-    recompiles_1: torch.Tensor
-    grad_norm_1: torch.Tensor
-    router_3: torch.Tensor
+    vector_K: torch.Tensor
+    num_sources: int
     terms: Sequence[str]
 
-    def vector(self) -> torch.Tensor:
-        """All numbers, end to end, shape (K,)."""
-        return torch.cat([self.loss_S, self.term_M, self.recompiles_1, self.grad_norm_1, self.router_3])
+    @property
+    def grad_norm(self) -> torch.Tensor:
+        """Norm of the gradient, a scalar."""
+        return self.vector_K[self.num_sources + len(self.terms) + 1]
 
     def arriving(self) -> Callable[[], StepNumbers]:
         """Send the numbers to the host; returns what reads them, and waits where the device has not passed them."""
-        sizes = [len(self.loss_S), len(self.term_M), 1, 1, len(self.router_3)]
-        copy = HostCopy(self.vector())
+        copy = HostCopy(self.vector_K)
 
         def read_numbers() -> StepNumbers:
-            values = iter(copy.read())
-            losses, terms, recompiles, grad_norm, router = ([next(values) for _ in range(size)] for size in sizes)
+            values = copy.read()
+            losses, values = values[: self.num_sources], values[self.num_sources :]
+            recompiles, grad_norm, *router = values[len(self.terms) :]
             summary = RouterSummary(router[0], router[1], int(router[2])) if router else None
-            by_name = dict(zip(self.terms, terms, strict=True))
-            return StepNumbers(losses, by_name, round(recompiles[0]), grad_norm[0], summary)
+            return StepNumbers(
+                losses, dict(zip(self.terms, values, strict=False)), round(recompiles), grad_norm, summary
+            )
 
         return read_numbers
 
@@ -148,5 +142,5 @@ class StepSums:
         recompiles_1 = torch.full((1,), recompiles, device=self._loss_S.device)
         sums = torch.cat([self._loss_S, self._term_M, recompiles_1])
         sum_(sums)
-        loss_S, term_M, recompiles_1 = torch.split(sums, [len(self._loss_S), len(self._term_M), 1])
-        return DeviceNumbers(loss_S, term_M, recompiles_1, norm().to(sums)[None], router(sum_), self._terms)
+        vector_K = torch.cat([sums, norm().to(sums)[None], router(sum_)])
+        return DeviceNumbers(vector_K, len(self._loss_S), self._terms)
