@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from headway.count import Workload
-from headway.tracing import trace
+from headway.tracing import attention, trace
 from headway.tracing.inputs.model_inputs import Inputs
 from headway.tracing.verify import verify
 from helpers.counter import count_forward
@@ -56,6 +56,16 @@ def test_a_frozen_text_still_sends_gradients_to_what_hears(family):
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("audio" in name or "encoder" in name or "projector" in name)
     assert differences(model, 1) == []
+
+
+def test_positions_of_a_text_are_not_taken_for_those_of_a_clip(monkeypatch):
+    """All pairs of 32,768 positions are a gigabyte, and a tower of clips of one length refuses them late."""
+    seam, positions = attention._mask_seam, []
+    monkeypatch.setattr(attention, "_mask_seam", lambda **sizes: positions.append(sizes["kv_length"]) or seam(**sizes))
+    model = real("qwen2_audio")
+    model.config.text_config.max_position_embeddings = 32_768
+    Inputs(model)
+    assert 50 <= max(positions) < 20_000
 
 
 @pytest.mark.parametrize("family", ["qwen2_audio", pytest.param("granite_speech", marks=pytest.mark.slow)])

@@ -131,7 +131,9 @@ def _layouts(config: Any, waves: bool, masked: bool) -> Iterator[SpeechLayout]:
     blocks = [size for size in _windows(config) if size <= _LONGEST_BLOCK]
     for block in sorted(blocks, reverse=True):  # clips that end within one window would not show it
         yield from (SpeechLayout(shape, tuple(n * block * unit for n in _BLOCKS)) for shape in shapes)
-    for positions in _whole_numbers(config, "max_source_positions|max_position_embeddings"):
+    # a decoder's positions may be 100,000, whose pairs take gigabytes
+    names = ("max_source_positions", "max_position_embeddings")
+    for positions in dict.fromkeys(size for name in names for size in _whole_numbers(config, name)):
         yield from (SpeechLayout(shape, (2 * positions,) * 4, 2 * positions) for shape in shapes)
 
 
