@@ -73,6 +73,50 @@ def test_less_time_takes_more_devices_and_what_is_too_slow_is_told(headway, pric
     assert slow["fastest"]["seconds"][1] > 3600
 
 
+FEWEST = [
+    # model, device, time, settings and the fewest devices, all for 10^12 tokens
+    ("llama-3.1-70b", "B200", 30, (), 256),
+    ("llama-3.1-70b", "B200", 60, (), 128),
+    ("llama-3.1-70b", "MI300X", 30, (), 512),
+    ("llama-3.1-70b", "H100", 60, (), 256),
+    ("qwen3-32b", "H100", 60, (), 128),
+    ("llama-3.1-8b", "H100", 60, (), 32),
+    ("qwen3-8b", "H100", 60, (), 32),
+    ("qwen3-30b-a3b", "H200", 60, ("parallel.expert=8",), 32),
+    ("qwen3-0.6b", "4090", 100, ("data.tokens_per_pack=2048",), 32),
+]
+
+
+@pytest.mark.parametrize(("model", "device", "days", "settings", "fewest"), FEWEST)
+def test_no_smaller_number_of_devices_fits_and_is_in_time(headway, model, device, days, settings, fewest):
+    """The witness is a plan of each smaller number, which finds nothing by proportion."""
+    changed = ("data.tokens_per_pack=8192", "speed.recompute=full", *settings)
+    run = ("plan", model, "--tokens", "1e12", "--device", device, *(part for one in changed for part in ("--set", one)))
+    found = min(run["devices"] for run in planned(headway, *run, "--within", f"{days}d", "--price", 5)["runs"])
+    in_time = []
+    for power in range(found.bit_length()):
+        alone = headway(*run, "--devices", 1 << power, "--json")
+        size = json.loads(alone.out) if alone.code != 2 else {"fits": False}  # a mesh that the devices do not fit
+        if size["fits"] and 1e12 / size["time"]["tokens_per_s"][1] <= 86400 * days:
+            in_time.append(1 << power)
+    assert in_time == [found]
+    assert found == fewest
+
+
+def test_what_cannot_be_planned_is_not_called_late(headway, tmp_path):
+    (tmp_path / "prices.yaml").write_text(
+        "- {device: H200, price: 3}\n- {device: H100, price: 2, most: 4, offer: few}\n"
+        "- {device: A100, price: 1, most: 16, offer: slow}\n"
+    )
+    run = ("plan", "qwen3-30b-a3b", "--tokens", "1e10", "--within", "36h", "--price-list", tmp_path / "prices.yaml")
+    result = headway(*run, "--set", "parallel.expert=8")
+    late, _, others = result.out.partition("Not in time\n")[2].partition("\n\n")
+    heading, reason = others.splitlines()[:2]
+    assert late.startswith("NVIDIA A100-SXM4-80GB (slow): 16 of them take ")
+    assert heading == "Cannot be planned, or does not fit"
+    assert "few): 4 of them: parallel.expert 8 does not divide the 4 processes" in reason
+
+
 def test_the_table_is_for_people(headway, prices):
     result = headway(*RUN, "--within", "12h", "--price-list", prices)
     assert result.code == 0, result.err

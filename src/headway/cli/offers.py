@@ -144,16 +144,17 @@ def _table(search: "OfferSearch", results: "Sequence[OfferResult]", runs: "Seque
         for run in runs
     ]
     parts = [render_pairs(pairs), render_table(columns, rows)]
-    if missing := [f"{result.offer.title}: {result.why}." for result in results if not result.runs]:
-        when = "Not in time" if search.within_s is not None else "Not possible"
-        parts.append(f"{when}\n{render_lines(missing)}")
+    for heading, is_late in (("Not in time", True), ("Cannot be planned, or does not fit", False)):
+        missing = [result for result in results if not result.runs and (result.fastest is not None) == is_late]
+        if missing:
+            parts.append(f"{heading}\n{render_lines([f'{result.offer.title}: {result.why}.' for result in missing])}")
     parts.append(
         render_lines(
             [
                 "Cost and time are expected ones; --json has the best and the worst case too. A step's tokens grow "
                 "with the devices; learning rate and batch are yours to judge.",
-                "Of each offer: the fewest devices that are in time, and the next more. Failures, evaluations, "
-                "checkpoints and loading data take time besides.",
+                "Of each offer: the fewest devices of 1, 2, 4, ... that are in time, and the next more. Failures, "
+                "evaluations, checkpoints and loading data take time besides.",
             ]
         )
     )

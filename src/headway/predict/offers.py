@@ -8,8 +8,9 @@ change what is trained: adapters, and packs that samples exceed.
 import csv
 import io
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,6 @@ MOST_DEVICES = 1024
 """Most devices of one offer, if its list says no other number."""
 _FORMS = "a mapping as `H100: 2.5`, a list with device and price in each entry, or CSV with these two columns"
 _KEYS = ("device", "price", "most", "offer")
-_NEVER_FASTER = 0.8  # share of the time by proportion to devices; more memory may save recomputation
 _SHOWN = 2  # sizes of an offer: the smallest that is in time, and the next one, which is faster
 
 
@@ -106,7 +106,7 @@ class OfferResult:
         offer: it.
         runs: the smallest number of devices that is in time first; none where none is.
         why: a sentence where none is.
-        fastest: that could be planned, where none is in time.
+        fastest: that could be planned, where none is in time; None where none could be planned, so that none is late.
     """
 
     offer: Offer
@@ -180,9 +180,12 @@ def _json(value: Any) -> str:
     return json.dumps(value, default=str)[:80]
 
 
-@dataclass(frozen=True)
+@dataclass
 class OfferSearch:
     """Looks for the sizes of offers that train a run in time.
+
+    Sizes are planned one after the other, the smallest first, but for those that no device could be in time on: the
+    run's FLOPs at their peak take longer.
 
     Attributes:
         config: the recipe.
@@ -203,6 +206,7 @@ class OfferSearch:
     within_s: float | None = None
     devices: int | None = None
     passes: float = 1.0
+    _flops: float = field(default=0.0, init=False)  # useful ones of the whole run, once a size of any offer is planned
 
     def run(self, offers: Sequence[Offer]) -> list[OfferResult]:
         """Plan each offer.
@@ -231,36 +235,36 @@ class OfferSearch:
             predictor = self._predictor(offer.device)
         except HeadwayError as error:
             return OfferResult(offer, (), str(error).rstrip("."))
-        runs: list[PricedRun] = []
-        last: PricedRun | None = None
-        why = ""
         assert predictor.links is not None
-        links = predictor.links
+        assert predictor.speeds is not None
+        links, peak = predictor.links, predictor.speeds.peak_flops_per_s
         counts = self._counts(offer, links)
         if not counts:
             return OfferResult(offer, (), f"{self.devices:,} are more than are offered, or than links are known for")
-        for place, count in enumerate(counts):
-            if last is not None and not runs and place < len(counts) - 1 and self._is_too_few(last, count):
+        runs: list[PricedRun] = []
+        slower: list[PricedRun] = []
+        why = ""
+        for count in counts:
+            # Other settings, or another mesh, may fit at the next size: only the peak rules a size out beforehand.
+            if count < counts[-1] and self._flops > count * peak * (self.within_s or math.inf):
                 continue
             try:
                 run = self._at(offer, predictor, count)
             except HeadwayError as error:
-                why = str(error).rstrip(".")
-                continue
+                run = str(error).rstrip(".")
             if isinstance(run, str):
-                why = why or run
+                why = run if count == 1 else f"{count:,} of them: {run}"
                 continue
-            last = run
-            if self.within_s is None or run.totals.seconds.expected <= self.within_s:
-                runs.append(run)
-                if len(runs) == _SHOWN:
-                    break
-        if runs or last is None:
-            most = max(counts, default=1)
-            return OfferResult(offer, tuple(runs), (why or "none are planned") + self._limit(offer, links, most))
-        took, cost = format_duration(last.totals.seconds.expected), f"{last.cost:,.4g}"
-        why = f"{last.size.devices:,} of them take {took}, cost {cost}"
-        return OfferResult(offer, (), why + self._limit(offer, links, last.size.devices), last)
+            is_late = self.within_s is not None and run.totals.seconds.expected > self.within_s
+            (slower if is_late else runs).append(run)
+            if len(runs) == _SHOWN:
+                break
+        fastest = min(slower, key=lambda run: run.totals.seconds.expected, default=None)
+        if runs or fastest is None:
+            return OfferResult(offer, tuple(runs), why + self._limit(offer, links, counts[-1]))
+        took, cost = format_duration(fastest.totals.seconds.expected), f"{fastest.cost:,.4g}"
+        why = f"{fastest.size.devices:,} of them take {took}, cost {cost}"
+        return OfferResult(offer, (), why + self._limit(offer, links, fastest.size.devices), fastest)
 
     def _limit(self, offer: Offer, links: Links, most: int) -> str:
         """Reason why there are no more than so many devices."""
@@ -279,12 +283,6 @@ class OfferSearch:
             counts += [offer.most] if offer.most not in counts else []
         return [count for count in counts if count <= offer.most and links.reaches(count)]
 
-    def _is_too_few(self, planned: PricedRun, count: int) -> bool:
-        """Tell whether so many devices are far from being in time, by proportion to a size that was planned."""
-        if self.within_s is None:
-            return False
-        return _NEVER_FASTER * planned.totals.seconds.expected * planned.size.devices / count > self.within_s
-
     def _predictor(self, device: Device) -> Predictor:
         if device.memory_bytes is None:
             raise PlanError("its memory is not known")
@@ -295,6 +293,7 @@ class OfferSearch:
     def _at(self, offer: Offer, predictor: Predictor, count: int) -> PricedRun | str:
         """The run on so many devices, with the least harmful settings that make it fit, or the reason why none do."""
         size = at_size(predictor, self.config, count, self.pattern)
+        self._flops = size.work.flops.total * self.total(size.work) / size.step.tokens
         if size.fits is not False:
             return self._priced(offer, size, ())
         room = room_of(offer.device) or 0
