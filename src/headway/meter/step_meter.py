@@ -19,6 +19,7 @@ from headway.meter.leaves import Leaves
 from headway.meter.memory_traffic import ForwardTraffic
 from headway.meter.pending import Billing, PendingStep, PendingSteps, as_they_ran
 from headway.meter.phases import data_parallel_around
+from headway.meter.slow_code import slow_code_of
 from headway.meter.step_clock import LoopWatcher, StepClock
 from headway.meter.step_phases import REST, NamedPhase
 from headway.meter.tally import WHOLE, Sums, Tally
@@ -346,6 +347,8 @@ class StepMeter(StepClock, ABC):
             self._warn_once(f"a second backward goes through a forward of {name}, which is counted with one alone.")
         time = self._end_step(self.num_steps)
         self.num_steps += 1
+        if self.num_steps == 1 and (slow := slow_code_of(self.model)):  # one warning, however many there are
+            self._warn_once(" ".join(row.text for row in slow))
         if not self._batches and self.failure is None and not time.compiled:
             self._warn_of_no_batch()
         left_out = time.compiled or self.num_steps <= num_warmup_steps

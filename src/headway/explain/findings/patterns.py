@@ -10,6 +10,7 @@ from headway.explain.events import NONE
 from headway.explain.findings.evidence import EventTime, RunEvidence, StepEvidence
 from headway.explain.findings.rule import FindingPlace, Observation, Rule, RuleObserver
 from headway.explain.measurement import MATMUL
+from headway.meter.slow_code import SlowCode, slow_code_table
 
 _BATCHED = re.compile(r"aten::(bmm|baddbmm|matmul|einsum)$")
 _SOFTMAX = re.compile(r"aten::(_safe)?_?softmax$")
@@ -260,8 +261,42 @@ def recorded_anomaly_mode(evidence: RunEvidence) -> Observation | None:
     )
 
 
+def known_slow_code(evidence: StepEvidence) -> Observation | None:
+    """Code that others have found to be slow, by its kernels, or by functions of Python and the modules around them."""
+    dearest: tuple[int, SlowCode, str] | None = None
+    frames = {name for step in evidence.measured_steps if step.measured for name in step.measured[0].trace.names}
+    for rank in evidence.ranks:
+        frames.update(str(frame) for stack in evidence.host_fact("stacks", rank) or () for frame in stack)
+    for row in slow_code_table():
+        has_frame = bool(row.frames) and any(re.search(row.frames, frame) for frame in frames)
+        events = [
+            event
+            for event in evidence.spent
+            if (row.kernels and re.search(row.kernels, f"{event.operator} {event.name}"))
+            or (has_frame and re.search(row.paths, event.module))
+        ]
+        # On a device the host is what a loop of Python keeps waiting.
+        ns = sum(event.ns + (event.late_ns if row.frames else 0) for event in events)
+        if ns > (dearest[0] if dearest else 0):
+            names = Counter(event.operator or event.name for event in events)
+            dearest = ns, row, names.most_common(1)[0][0]
+    if dearest is None:
+        return None
+    ns, row, name = dearest
+    factor = f", which others measured at {row.factor} times as long" if row.factor else ""
+    return Observation(
+        ns,
+        f"code that is known to be slow ({row.name}) took {evidence.share(ns)} of the time, most calls of it {name}"
+        f"{factor}.",
+        row.cause,
+        row.remedy,
+    )
+
+
 _KERNELS = ("memory", "slow", "matmul", "optimizer")
 RULES = (
+    # A tenth of a step is worth another version of a package.
+    Rule("known-slow-code", RuleObserver(known_slow_code, 0.10, lines=(*_KERNELS, "idle.launch"))),
     # Nobody leaves it on for its use, so what can be measured is worth a word.
     Rule(
         "anomaly-mode",

@@ -1,0 +1,101 @@
+"""Code that is known to be slow, by what a model, a machine or a profile shows of it: a table, and its reader."""
+
+import re
+import sys
+import tomllib
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class SlowCode:
+    """One kind of code that is known to be slow; see `slow_code.toml` for the fields."""
+
+    name: str
+    cause: str
+    remedy: str
+    source: str
+    factor: str = ""
+    modules: str = ""
+    kernels: str = ""
+    frames: str = ""
+    paths: str = ""
+    torch: tuple[str, str] | None = None
+    cudnn: tuple[str, str] | None = None
+    missing: tuple[str, ...] = ()
+    setting: str = ""
+    value: str = ""
+
+    def is_in(
+        self,
+        classes: Collection[str],
+        settings: Mapping[str, Any],
+        versions: Mapping[str, str],
+        installed: Collection[str],
+    ) -> bool:
+        """Tell whether a model runs it on a machine.
+
+        Args:
+            classes: names of the classes of its modules.
+            settings: attributes of its config.
+            versions: of "torch" and "cudnn", as "2.9.1"; one that is missing is not known.
+            installed: packages that are there, of those that the table names.
+        """
+        has_module = not self.modules or any(re.fullmatch(self.modules, name) for name in classes)
+        has_setting = not self.setting or settings.get(self.setting) == self.value
+        ranges = {"torch": self.torch, "cudnn": self.cudnn}
+        has_versions = all(_is_within(versions.get(name), span) for name, span in ranges.items() if span is not None)
+        is_missing = not self.missing or any(package not in installed for package in self.missing)
+        return has_module and has_setting and has_versions and is_missing
+
+    @property
+    def text(self) -> str:
+        """Cause, factor and remedy, as sentences."""
+        factor = f" Others measured {self.factor} times as long." if self.factor else ""
+        return f"{self.cause}{factor} Try: {self.remedy}"
+
+
+@cache
+def slow_code_table() -> tuple[SlowCode, ...]:
+    """Read the table."""
+    rows: list[dict[str, Any]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))["slow_code"]
+    table = []
+    for row in rows:
+        fields: dict[str, Any] = {key: tuple(field) if isinstance(field, list) else field for key, field in row.items()}
+        table.append(SlowCode(**fields))
+    return tuple(table)
+
+
+def slow_code_of(model: Any) -> list[SlowCode]:
+    """Find the code known to be slow that a model on a CUDA or ROCm device runs here; none of a model elsewhere."""
+    torch = sys.modules.get("torch")
+    first = next(model.parameters(), None) if hasattr(model, "parameters") else None
+    if torch is None or first is None or first.device.type != "cuda":
+        return []
+    config = getattr(model, "config", None)
+    settings = {row.setting: getattr(config, row.setting, None) for row in slow_code_table() if row.setting}
+    classes = {type(module).__name__ for module in model.modules()}
+    number = torch.backends.cudnn.version() or 0 if torch.version.cuda else 0
+    versions = {"torch": str(torch.__version__)}
+    if number:  # 91002 is 9.10.2
+        versions["cudnn"] = f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+    installed = {package for row in slow_code_table() for package in row.missing if find_spec(package) is not None}
+    return [row for row in slow_code_table() if row.is_in(classes, settings, versions, installed)]
+
+
+def _is_within(version: str | None, span: tuple[str, str]) -> bool:
+    """Tell whether a version is from the first of two up to and without the second.
+
+    >>> [_is_within(version, ("2.9", "2.10")) for version in ("2.8.0", "2.9.1+cu128", "2.10.0", None)]
+    [False, True, False, False]
+    """
+    begin, end = map(_numbers, span)
+    return version is not None and begin <= _numbers(version) < end
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version.partition("+")[0])))
