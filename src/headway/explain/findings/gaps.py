@@ -163,7 +163,8 @@ class StepPauses:
             launch = int(self.measured.attribution.launch[pause.event])
             if launch != NONE and _REPLAYS.fullmatch(names[host.name[launch]]):
                 return "graph", name
-        return "pause", name
+        # A call of the runtime alone does not tell what called it.
+        return "pause", f"{name} in {operator_name}" if operator_name not in ("", name) else name
 
     def _is_first_use(self, call: int) -> bool:
         """Tell whether a call is the first of several of its name, and took far longer than its successors."""

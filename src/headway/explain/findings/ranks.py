@@ -189,7 +189,7 @@ def exposed_communication(evidence: StepEvidence) -> Observation | None:
     # Many small exchanges cost their number, whichever the others are.
     name = max(kinds, key=lambda name: (kinds[name].number > _MANY * evidence.num_steps, kinds[name].ns), default="")
     kind, which = kinds.get(name, _Exchanges()), ""
-    if name:
+    if name and all_ns:  # on a crowded machine all of it may have been waiting for a core
         many = kind.number / evidence.num_steps
         which = f", {kind.ns / all_ns:.0%} of it in {many:,.0f} {name.replace('_', '-')}s a step"
     row = "many" if kind.number > _MANY * evidence.num_steps else name
