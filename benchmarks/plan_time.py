@@ -31,13 +31,13 @@ from headway.cli.index import build_indices
 from headway.cli.resolve import resolve_architecture, resolve_config, resolve_cost_model
 from headway.config import TrainConfig, parse_config
 from headway.count.activations import SavedByPrecision
+from headway.data.index.length_index import length_table
 from headway.data.sources import open_source
 from headway.devices.ceilings import matmul_ceiling
 from headway.devices.model_rates import model_rates
 from headway.models.attention import attend
 from headway.optim import Optimizer
 from headway.predict.block_times import timed_blocks, with_blocks
-from headway.predict.lengths import joined
 from headway.predict.packs import plan_packs
 from headway.predict.predictor import Predictor
 from headway.predict.saved import learning_model, saved_as_trained
@@ -160,7 +160,8 @@ def timed_steps(config: TrainConfig) -> list[float]:
 def predict(config: TrainConfig, speeds: Speeds) -> StepForecast:
     """Predict a step from the recipe and the lengths of its samples."""
     source = open_source(str(config.data.train[0].path), name="digits")
-    lengths = joined(build_indices([source], str(config.model.path), None))
+    (index,) = build_indices([source], str(config.model.path), None)
+    lengths = length_table({"digits": index}, config.data.overlong_of_all)
     learning = learning_model(config.model, resolve_cost_model(str(config.model.path)))
     packs = plan_packs(config, learning, config.parallel.mesh_shape(1), "none", ("digits", lengths))
     assert packs is not None

@@ -111,7 +111,7 @@ def test_data_are_measured_and_their_making_is_timed(headway, monkeypatch, tmp_p
     found = json.loads(headway("plan", tmp_path / "model", *few, "--json").out)
     index = json.loads(headway("index", data, "--model", tmp_path / "model", "--json").out)
     assert found["run"]["tokens"] == 3 * index["indices"][0]["tokens"]
-    monkeypatch.setattr("headway.predict.lengths.making_s", lambda *_: 1.0)
+    monkeypatch.setattr("headway.cli.plan_data.making_s", lambda *_: 1.0)
     slow = json.loads(headway("plan", tmp_path / "model", *few, "--set", "data.workers=2", "--json").out)
     tokens = 64 * slow["packs"]["fill"]
     assert slow["time"]["step_s"] == pytest.approx([tokens / 2] * 3)  # two workers, a second a token

@@ -4,6 +4,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -15,14 +16,17 @@ from headway.errors import DataError, HeadwayError, PlanError
 if TYPE_CHECKING:
     from headway.config import TrainConfig
     from headway.count import CostModel
+    from headway.data.encode import Encoder
     from headway.data.index import LengthIndex
     from headway.data.sources import Source
     from headway.packing.items import Policies
     from headway.packing.lengths import LengthTable
-    from headway.predict.lengths import MeasuredData
     from headway.predict.packs import Packs
     from headway.predict.prediction import Prediction, RunTotals
     from headway.predict.predictor import Predictor
+
+
+_MOST_S, _MOST_SAMPLES = 2.0, 512  # time and samples that making packs is timed with
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,22 @@ class RunRequest:
         return None if total is None else planned.totals(total, passes=self.length.passes, price=self.price)
 
 
-def measured_data(data: list[str], config: "TrainConfig", cost_model: "CostModel") -> "MeasuredData":
+@dataclass(frozen=True)
+class MeasuredData:
+    """Measurements of datasets before they are trained on.
+
+    Attributes:
+        name: of all of them.
+        lengths: of every row that can be used.
+        making_s: that one process takes to read and encode a token [s].
+    """
+
+    name: str
+    lengths: "LengthTable"
+    making_s: float
+
+
+def measured_data(data: list[str], config: "TrainConfig", cost_model: "CostModel") -> MeasuredData:
     """Index datasets, or read their indices, and time how fast their samples are made.
 
     A dataset of the recipe is read with its settings there: its columns, bounds on media and policy for long samples.
@@ -126,7 +145,6 @@ def measured_data(data: list[str], config: "TrainConfig", cost_model: "CostModel
         from headway.data.sources import open_source
         from headway.data.sources.opening import own_names
         from headway.hub import located
-        from headway.predict.lengths import MeasuredData, making_s
         from headway.train.data import named_parts, open_dataset
 
     data = list(dict.fromkeys(data))
@@ -145,6 +163,31 @@ def measured_data(data: list[str], config: "TrainConfig", cost_model: "CostModel
     return MeasuredData(", ".join(source.name for source in sources), lengths, making_s(sources, indices, encoder))
 
 
+def making_s(sources: "Sequence[Source]", indices: "Sequence[LengthIndex]", encoder: "Encoder") -> float:
+    """Time that a process takes to read and encode a token [s], by samples from all over the data, for two seconds.
+
+    Args:
+        sources: the datasets.
+        indices: theirs, in the same order.
+        encoder: of the model.
+
+    Raises:
+        DataError: a sample cannot be used any more.
+    """
+    import numpy as np
+
+    places = [(source, row) for source, index in zip(sources, indices, strict=True) for row in np.flatnonzero(index.ok)]
+    chosen = [places[number] for number in np.random.default_rng(0).permutation(len(places))[:_MOST_SAMPLES]]
+    first, row = chosen[0]
+    encoder.encode(first[int(row)])  # opens files and compiles templates
+    tokens, begin = 0, perf_counter()
+    for source, row in chosen:
+        tokens += encoder.encode(source[int(row)]).tokens
+        if perf_counter() - begin > _MOST_S:
+            break
+    return (perf_counter() - begin) / tokens
+
+
 def _indexed(
     sources: "Sequence[Source]",
     names: Sequence[str],
@@ -153,15 +196,15 @@ def _indexed(
     cost_model: "CostModel",
 ) -> "tuple[list[LengthIndex], LengthTable]":
     """Indices of datasets, and their lengths as packs hold them: a prompt once where the run and the model do so."""
+    from headway.data.index.length_index import length_table
     from headway.data.processor_settings import ProcessorSettings
-    from headway.predict.lengths import joined
 
     settings = ProcessorSettings.of(**config.of_processor())
     indices = build_indices(sources, config.model.path, config.data.max_characters, settings=settings)
     section = config.objective_section
     if section is not None and section.shares_prompts and not cost_model.mixed_otherwise:
         indices = [index.with_prompts_once() for index in indices]
-    return indices, joined(dict(zip(names, indices, strict=True)), overlong)
+    return indices, length_table(dict(zip(names, indices, strict=True)), overlong)
 
 
 def lengths_of_data(

@@ -17,7 +17,10 @@ from headway.data.index.table import BAD, KEY, LAYOUT, MEDIA, NUMBERS, PARTS, SE
 from headway.data.samples import SampleError
 from headway.errors import CostModelError, DataError
 from headway.packing.budget import branch_costs, grid_costs, segment_costs
+from headway.packing.items import Policies
+from headway.packing.lengths import LengthTable, Numbers, SamplePlaces
 from headway.packing.parts import COLUMNS, PartCosts, PartTable, workload_of
+from headway.packing.pieces import TargetRuns
 
 Ints = np.ndarray[Any, np.dtype[Any]]
 
@@ -367,3 +370,56 @@ def _check_additive(index: LengthIndex, rows: Ints, cost_model: CostModel) -> No
             f"The cost of row {row} is {flops} FLOPs, but its text and media alone make {rows[row]:.0f}: this model's "
             "cost does not add up over them, so rows cannot be costed one by one. Plan by tokens instead."
         )
+
+
+def length_table(indices: Mapping[str, LengthIndex], overlong: Policies) -> LengthTable:
+    """Put the usable rows of several indices one after the other.
+
+    Args:
+        indices: of the datasets, by their names.
+        overlong: what becomes of samples that exceed a pack, of all datasets or by name of each.
+
+    Raises:
+        DataError: no dataset has a row that can be used.
+    """
+    if not any(np.any(index.ok) for index in indices.values()):
+        raise DataError(f"No row of {', '.join(indices)} can be used; `headway index` says why.")
+    columns: dict[str, list[Numbers]] = {name: [] for name in ("tokens", "patches", "first_target", "media_end")}
+    grids, grid_rows, runs, run_rows, source = [], [], [], [], []
+    segments: dict[int, list[int]] = {}
+    branches: dict[int, list[int]] = {}
+    start = 0
+    for number, index in enumerate(indices.values()):
+        ok = np.asarray(index.ok)
+        place = np.cumsum(ok) - 1 + start  # place of each usable row in the table
+        for name, column in columns.items():
+            column.append(getattr(index, name)[ok])
+        for ragged in (index.media["images"], index.media["videos"]):
+            of_row = ragged.rows
+            grids.append(ragged.values[ok[of_row]].reshape(-1, 3))
+            grid_rows.append(place[of_row[ok[of_row]]])
+        of_row = index.targets.rows
+        runs.append(index.targets.values[ok[of_row]].reshape(-1, 2))
+        run_rows.append(place[of_row[ok[of_row]]])
+        segments |= {int(place[row]): index.segments_of(row) for row in set(index.segments.rows.tolist()) if ok[row]}
+        of_prompts = np.flatnonzero(np.diff(index.branches.offsets))
+        branches |= {int(place[row]): index.branches[row].tolist() for row in of_prompts.tolist() if ok[row]}
+        source.append(np.full(int(ok.sum()), number))
+        start += int(ok.sum())
+    joint = {name: _whole(column) for name, column in columns.items()}
+    targets = TargetRuns(_whole(run_rows), _whole(runs))
+    return LengthTable(
+        joint["tokens"],
+        joint["patches"],
+        _whole(grids),
+        _whole(grid_rows),
+        segments,
+        SamplePlaces(joint["first_target"], joint["media_end"], targets),
+        _whole(source),
+        tuple((name, overlong if isinstance(overlong, str) else overlong[name]) for name in indices),
+        branches,
+    )
+
+
+def _whole(parts: Sequence[Numbers]) -> Numbers:
+    return np.concatenate(parts).astype(np.int64)

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
+from headway.cli import plan_data as module
+from headway.cli.plan_data import making_s
 from headway.data.index import LengthIndex
-from headway.data.index.length_index import RaggedArray
-from headway.predict import lengths as module
-from headway.predict.lengths import joined, making_s
+from headway.data.index.length_index import RaggedArray, length_table
 
 
 def index(tokens, images, videos, bad=()):
@@ -26,7 +26,7 @@ def index(tokens, images, videos, bad=()):
 def test_usable_rows_stand_one_after_the_other_with_their_grids():
     first = index([5, 0, 7], [[(1, 2, 2)], [(1, 9, 9)], [(1, 4, 4), (1, 2, 4)]], [[], [], [(2, 2, 2)]], bad=[1])
     second = index([9], [[]], [[(3, 2, 2)]])
-    table = joined({"one": first, "two": second}, {"one": "drop", "two": "split"})
+    table = length_table({"one": first, "two": second}, {"one": "drop", "two": "split"})
     assert [(name, part.overlong, part.rows.tolist()) for name, part in table.parts.items()] == [
         ("one", "drop", [0, 1]),
         ("two", "split", [2]),
