@@ -47,7 +47,7 @@ def main(path):
     if rank == 0:
         totals = [window.flops.total for window in windows if window is not None]
         record = {"counted": counts, "total": run.flops.total, "rank_flops": run.rank_flops, "windows": totals}
-        Path(path).write_text(json.dumps(record | {"images": run.media["images"]}), encoding="utf-8")
+        Path(path).write_text(json.dumps(record | {"images": run.entries["images"]}), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
 

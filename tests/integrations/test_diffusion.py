@@ -113,8 +113,8 @@ def test_what_a_step_runs_is_counted_by_itself(cached, loss, lora):
     assert (windows[0].compile_s > 0) is not cached
     assert windows[1].compile_s == 0
     assert windows[0].mfu > 0
-    assert windows[0].media["images"] == SAMPLES
-    assert windows[0].media["patches"] == SAMPLES * (SIDE // 2) ** 2
+    assert windows[0].entries["images"] == SAMPLES
+    assert windows[0].entries["patches"] == SAMPLES * (SIDE // 2) ** 2
 
 
 class FluxLoop:
@@ -198,7 +198,7 @@ def test_accelerates_loop_of_flux_counts_its_encoders(cached, accumulation):
         sum(flops[i : i + accumulation]) for i in range(0, len(flops), accumulation)
     ]
     assert run.num_steps == 2
-    assert run.media["images"] == 2 * accumulation * SAMPLES
+    assert run.entries["images"] == 2 * accumulation * SAMPLES
 
 
 def test_checkpointed_blocks_run_twice_in_hfu_alone():
@@ -227,7 +227,7 @@ def test_a_text_encoder_that_is_trained_too_has_a_backward():
     assert meter.failure is None
     assert run.flops.total == sum(total) - hidden_scores()
     assert any(row.wgrad for row in run.flops.rows if row.name.startswith("T5EncoderModel"))
-    assert run.media["images"] == 0  # states that ask for a gradient: the denoiser was traced by its shapes
+    assert run.entries["images"] == 0  # states that ask for a gradient: the denoiser was traced by its shapes
 
 
 class Transformer(nn.Module):

@@ -144,7 +144,7 @@ def test_7_image_and_video_grids_add_up():
     grids = {"image_grid_thw": torch.tensor([[1, 4, 6], [1, 2, 2]]), "video_grid_thw": torch.tensor([[3, 2, 4]])}
     window = step_of((tokens_of(1, 20), grids), (tokens_of(1, 20), {"image_grid_thw": torch.zeros(0, 3).long()}))
     # 24 + 4 + 3 x 8 patches, each attending within its own frame: 24^2 + 4^2 + 3 x 8^2 pairs
-    assert tuple(window.media[name] for name in ("images", "videos", "patches")) == (2, 1, 52)
+    assert tuple(window.entries[name] for name in ("images", "videos", "patches")) == (2, 1, 52)
     assert window.flops.total == flops(40, causal(20, 20), 52, 784)
 
 

@@ -58,6 +58,6 @@ def test_pictures_of_prompts_are_seen_in_each_phase(tmp_path, monkeypatch, famil
     assert phases["rollout"].total == ledger.count(rollout, forward_only=True).total
     assert phases["reference"].total == ledger.count(learnt, forward_only=True).total
     assert phases["update"] == ledger.count(learnt)
-    assert run.media["images"] == 8
+    assert run.entries["images"] == 8
     assert any(name.startswith("vision") for name in phases["rollout"].by_component())
     check_sums(run)
