@@ -15,7 +15,7 @@ from headway.count.activations import SavedActivations, shipped_activations
 from headway.count.models import load_cost_model
 from headway.data.collate import Batch
 from headway.errors import PlanError
-from headway.predict.fitting import USABLE
+from headway.predict.fitting import room_in
 from headway.predict.memory import MemoryPlan
 from headway.predict.predictor import Predictor
 from headway.predict.recipe import precision_of
@@ -148,7 +148,7 @@ def fullest_recompute(
         return recompute, predicted_memory(setup, config, cost_model, layers, packs, is_small=is_small).peak
 
     is_cuda = torch.cuda.is_available()
-    return fullest(plan, USABLE * torch.cuda.get_device_properties(0).total_memory if is_cuda else SMALL_ROOM)
+    return fullest(plan, room_in(torch.cuda.get_device_properties(0).total_memory) if is_cuda else SMALL_ROOM)
 
 
 def fitting_layers(setup: Setup, settings: dict[str, Any], packs: Sequence[Workload], folder: Path) -> int:
@@ -157,7 +157,7 @@ def fitting_layers(setup: Setup, settings: dict[str, Any], packs: Sequence[Workl
     The plan is a sum over layers that are alike: it is made for all of them and for half, and the rest is a line.
     """
     whole = setup.layers(is_small=False)
-    room = USABLE * torch.cuda.get_device_properties(0).total_memory
+    room = room_in(torch.cuda.get_device_properties(0).total_memory)
     needed = {}
     for layers in (whole, whole // 2):
         config = setup.recipe_for(folder, setup.config(layers=layers, is_small=False), settings)

@@ -18,10 +18,11 @@ from engine_memory import fullest
 from engine_setups import SETUPS
 from headway.count import Workload
 from headway.devices import named_device
+from headway.predict.fitting import room_of
 from record import RESULTS, describe_environment, environment, markdown_table, result_paths, write
 
 DEVICE = "NVIDIA H200"
-ROOM_GIB = 126  # nine tenths of its memory
+ROOM_BYTES = room_of(named_device(DEVICE))
 PACKS = 3
 LAYERS = {"vqa": 24}  # language layers, where the whole model (of 48 there) does not fit one device
 FA2 = ["Attention on CUDA: PyTorch's variable-length FlashAttention-2"]
@@ -76,7 +77,7 @@ def _fullest(case: dict[str, Any], packs: Sequence[Workload]) -> PlannedCase:
         planned = PlannedCase.of(case | {"recompute": recompute}, DEVICE, packs)
         return planned, planned.memory.peak
 
-    return fullest(plan, ROOM_GIB * 2**30)
+    return fullest(plan, ROOM_BYTES)
 
 
 def render(record: dict[str, Any]) -> str:
@@ -93,7 +94,8 @@ def render(record: dict[str, Any]) -> str:
         f"# Steps of the recipes on one H200, planned\n\n{describe_environment(record)}\n\nEach row has what the rows "
         "above it have as well. Planned by `headway plan`'s own functions at its rates of an H200, on the packs of "
         "benchmarks/engine_gpu.py; blocks are compiled, weights and moments bfloat16. VQA: "
-        f"{LAYERS['vqa']} of 48 layers. The last row of a recipe keeps as many activations as {ROOM_GIB} GiB hold "
+        f"{LAYERS['vqa']} of 48 layers. The last row of a recipe keeps as many activations as "
+        f"{ROOM_BYTES / 2**30:.0f} GiB hold "
         "(`speed.recompute=memory:SIZE`). The review's estimates (25 November 2026) took rates from publications.\n\n"
         f"{markdown_table(headings, cells)}\n"
     )

@@ -108,7 +108,6 @@ def predictor_of(recipe: str, device: Device, settings: tuple[str, ...]) -> tupl
     """What a recipe or model runs on, and its configuration."""
     cost_model, config = named_recipe(recipe, settings)
     links = Links.of_device(device)
-    assert links is not None
     return Predictor.of(config, cost_model, speeds=Speeds.of_device(device, "bf16"), links=links), config
 
 

@@ -38,7 +38,7 @@ def test_offers_are_ranked_by_cost_and_what_follows_agrees(headway, prices):
             assert seconds == pytest.approx(run["tokens"] / rate)
             assert cost == pytest.approx(seconds / 3600 * run["devices"] * run["price"])
         device = named_device(run["device"])
-        assert run["memory_bytes"] <= 0.9 * device.memory_bytes
+        assert run["memory_bytes"] <= 0.9 * device.total_memory_bytes
         assert not any("lora" in setting for setting in run["settings"])
     by_device = {}
     for run in runs:
@@ -211,7 +211,7 @@ def test_a_model_that_fits_nowhere_says_why_of_each(headway, tmp_path):
     result = headway("plan", "qwen3-8b", "--tokens", "1e9", "--price-list", tmp_path / "prices.yaml")
     assert result.code == 2
     said = " ".join(result.err.split())
-    assert "no offer can train it: NVIDIA GeForce RTX 4090: 158.0 GiB do not fit 20.1 GiB, but adapters would" in said
+    assert "no offer can train it: NVIDIA GeForce RTX 4090: 158.0 GiB do not fit 21.6 GiB, but adapters would" in said
 
 
 def test_a_run_without_an_end_is_refused(headway, prices):

@@ -49,7 +49,7 @@ def test_what_is_printed_keeps_to_eighty_columns_and_says_what_is_next(tune, mon
     assert result.code == 0, result.err
     assert [line for line in result.out.splitlines() if len(line) > 80] == []
     text = " ".join(result.out.split())
-    assert "60.0 GiB on each device, 45.7 % of 131.3 GiB" in text
+    assert "60.0 GiB on each device, 42.7 % of 140.4 GiB" in text
     assert "a GiB buys" in text
     assert "more than the limit (+" in text  # why the next faster one does not fit
     assert "Links: printed links of NVIDIA H200" in text
@@ -85,7 +85,7 @@ def test_what_was_measured_is_shown_and_ranks_again(tune, monkeypatch, tmp_path)
     ("options", "code", "message"),
     [
         (("--memory", "1GiB"), 2, "choices fits 1.0 GiB on each of 4 devices. The least that was found takes"),
-        (("--memory", "500GiB"), 2, "is more than the 131.3 GiB that NVIDIA H200 has"),
+        (("--memory", "500GiB"), 2, "is more than the 140.4 GiB that NVIDIA H200 has"),
         (("--memory", "lots"), 2, "--memory 'lots' is no size"),
         (("--tokens-per-step", "2M or so"), 2, "is no number of tokens with a tolerance"),
         (("--tokens-per-step", "131072 +-0.0001%"), 2, "ranks x accumulation x packing length must come near"),

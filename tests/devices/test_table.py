@@ -172,6 +172,12 @@ def test_the_file_in_the_configuration_folder_is_read_after_the_variables(peaks_
         ('names = ["Lab Card 1"]', "", "the strings that its driver reports, or a title"),
         ('aliases = ["lab"]', "num_sms = 0", "num_sms = 0 is no count"),
         ('aliases = ["lab"]', "memory_gb = 0", "memory_gb = 0 is no positive number"),
+        ('aliases = ["lab"]', "driver_mib = 81559", "driver_mib needs driver_source and driver_read_on beside it"),
+        (
+            'aliases = ["lab"]',
+            "driver_mib = 79.6\ndriver_source = 'nvidia-smi'\ndriver_read_on = 2026-11-29",
+            "driver_mib = 79.6 is no count of MiB",
+        ),
         ("[lab-card]", "loose = 3\n[lab-card]", r"loose = 3 stands outside a table"),
         ("[lab-card]", "[lab-card", "is not TOML: .*line 2"),
     ],
@@ -214,7 +220,7 @@ def test_links_are_read_one_way(tmp_path, monkeypatch):
         (LINKS.replace("= 8", "= 0"), "devices_per_node = 0 is no count of devices"),
         (LINKS.replace("450", "-1"), "link_gb_per_s = -1 is no positive number"),
         (LINKS.replace("2026-11-23", "'today'"), "link_read_on = 'today' is no date"),
-        (LINKS.replace("the lab's own wiring", " "), "is no text. Say where the links stand"),
+        (LINKS.replace("the lab's own wiring", " "), "is no text. Say where link_gb_per_s stands"),
     ],
 )
 def test_links_without_their_source_are_refused(text, words, tmp_path, monkeypatch):
@@ -224,6 +230,43 @@ def test_links_without_their_source_are_refused(text, words, tmp_path, monkeypat
     with pytest.raises(ConfigError) as refused:
         all_devices()
     assert words in str(refused.value)
+
+
+# What nvidia-smi and rocm-smi print as a card's total: issues that users filed, and descriptions of systems that makers
+# handed in to MLPerf Training 5.1. The table's entries name each.
+DRIVERS_MIB = {
+    "t4": 15360,
+    "l4": 23034,
+    "a10": 23028,
+    "l40s": 46068,
+    "a100-sxm-40gb": 40960,
+    "a100-sxm-80gb": 81920,
+    "h100-sxm": 81559,
+    "h100-nvl": 95830,
+    "h20-96gb": 97871,
+    "h200-sxm": 143771,
+    "b200": 183359,
+    "gb200": 189471,
+    "b300": 275040,
+    "gb300": 284208,
+    "rtx-3090": 24576,
+    "rtx-5090": 32607,
+    "mi300x": 206141652992 / 2**20,
+}
+
+
+@pytest.mark.parametrize("key", DRIVERS_MIB)
+def test_memory_is_what_the_driver_reports(key):
+    assert SHIPPED[key].total_memory_bytes / 2**20 == pytest.approx(DRIVERS_MIB[key], abs=1)
+
+
+@pytest.mark.parametrize("key", [key for key, device in SHIPPED.items() if device.driver_memory_bytes])
+def test_what_a_driver_reports_has_a_source_and_is_the_printed_size(key):
+    """A size of N GB is N x 10**9 bytes or N GiB, less what error correction and the driver keep."""
+    device = SHIPPED[key]
+    assert len(device.driver_source) > 20
+    assert device.driver_read_on >= datetime.date(2026, 1, 1)
+    assert 0.93 < device.driver_memory_bytes / device.memory_bytes < 2**30 / 1e9 + 0.001
 
 
 @pytest.mark.parametrize("key", SHIPPED)

@@ -1,12 +1,9 @@
 """Times of collectives against the formulas that NCCL documents, and what computing hides of them, both by hand."""
 
-from dataclasses import replace
-
 import pytest
 
 from headway.devices import named_device
 from headway.devices.table import shipped_devices
-from headway.errors import PlanError
 from headway.predict.communication import (
     LAUNCH_S,
     REACHED,
@@ -21,7 +18,7 @@ from headway.predict.communication import (
 )
 from headway.predict.speeds import Cases
 
-LINKS = Links(Link(400.0, 0.0), Link(100.0, 0.0), 8, "card", "")
+LINKS = Links(Link(400.0, 0.0), Link(100.0, 0.0), 8, "")
 GB = 10**9
 
 
@@ -56,7 +53,7 @@ def test_an_all_to_all_sends_to_other_nodes_over_its_own_share():
 
 def test_latency_grows_with_the_ring_and_in_trees_with_its_logarithm():
     """NCCL, ncclTopoTuneModel: a ring of n ranks has n - 1 steps, a tree climbs and descends log2(nodes)."""
-    links = Links(Link(1.0, 1.0), Link(1.0, 10.0), 8, "card", "")
+    links = Links(Link(1.0, 1.0), Link(1.0, 10.0), 8, "")
     of = {kind: collective_s(kind, 0, RankGroup(32, 8), links).expected for kind in ("all-gather", "all-reduce")}
     assert of["all-gather"] == pytest.approx((31 - 3) * 1 + 3 * 10, rel=1e-4)
     assert of["all-reduce"] == pytest.approx(2 * (7 * 4e-6 + 2 * 10), rel=1e-4)
@@ -94,16 +91,8 @@ def test_no_device_of_the_table_exchanges_for_nothing(device):
         assert collective_s("all-gather", 1e9, group, links).best > 1e9 / 2 / rate
 
 
-def test_a_network_that_nobody_knows_is_refused():
-    links = replace(Links.of_device(named_device("V100")), between=None)
-    links.require(8)
-    with pytest.raises(PlanError, match=r"16 devices are 2 nodes of 8.*V100.*network, in GB/s.*network_gb_per_s"):
-        links.require(16)
-    with pytest.raises(PlanError, match="each device's share with network"):
-        collective_s("all-gather", 1, RankGroup(16, 8), links)
-
-
-BYTE_A_SECOND = Links(Link(1 / REACHED.expected, -LAUNCH_S), None, 2, "card", "")  # a byte a second, and no latency
+_ONE = Link(1 / REACHED.expected, -LAUNCH_S)
+BYTE_A_SECOND = Links(_ONE, _ONE, 2, "")  # a byte a second, and no latency
 COMPUTE = {"a": 1.0, "b": 1.0, "c": 2.0}
 
 

@@ -75,6 +75,9 @@ def _record(device: "Device") -> dict[str, Any]:
         "fp16_accumulate_flops_per_s": dict(device.fp16_accumulate_flops_per_s),
         "num_sms": device.num_sms,
         "memory_bytes": device.memory_bytes,
+        "driver_memory_bytes": device.driver_memory_bytes,
+        "driver_source": device.driver_source,
+        "driver_read_on": None if device.driver_read_on is None else device.driver_read_on.isoformat(),
         "memory_bytes_per_s": device.memory_bytes_per_s,
         "board_power_w": device.board_power_w,
         "link_bytes_per_s": device.link_bytes_per_s,
@@ -134,6 +137,8 @@ def _text(device: "Device") -> str:
     # The vendor's figures; a figure that the vendor does not state is left out.
     if device.memory_bytes is not None:
         pairs.append(("memory", f"{_optional(device.memory_bytes, 1e9)} GB"))
+    if device.driver_memory_bytes is not None:
+        pairs.append(("its driver's", f"{_optional(device.driver_memory_bytes, 2**20)} MiB ({device.driver_source})"))
     if device.memory_bytes_per_s is not None:
         pairs.append(("bandwidth", f"{_optional(device.memory_bytes_per_s, 1e9)} GB/s"))
     if device.board_power_w is not None:
@@ -141,7 +146,7 @@ def _text(device: "Device") -> str:
     if device.num_sms is not None:
         pairs.append(("multiprocessors", str(device.num_sms)))
     # Rates to other devices and to the host; a device that is alone in its node has no link inside of it.
-    if device.devices_per_node is not None and device.devices_per_node > 1:
+    if device.devices_per_node > 1:
         nodes = f"to the {device.devices_per_node:,} devices of its node, one way"
         pairs.append(("link", f"{_optional(device.link_bytes_per_s, 1e9)} GB/s {nodes}"))
     pairs.append(("network", f"{_optional(device.network_bytes_per_s, 1e9)} GB/s to other nodes, one way"))

@@ -302,8 +302,7 @@ def _print_sizes(run: RunRequest, options: SizeOptions, link_options: LinkOption
     counts, target, reliability = sizes_of(options.scale or ""), run.predictor.device, options.reliability
     if target is None:
         raise PlanError("no device is named, and --scale needs one: give --device, or set plan.device.")
-    links = link_options.required(target)
-    links.require(max(counts))
+    links = link_options.of(target)
     speeds = speeds_of(run.config, run.cost_model, target, max(counts))
     predictor = replace(run.predictor, speeds=speeds, links=links)
     with working(f"planning packs for up to {max(counts):,} devices"):

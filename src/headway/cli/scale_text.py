@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 1
 _MUCH_PADDING = 1.1  # numbers gathered over weights, from which on it is told
-_FITS = {True: "yes", False: "NO", None: "not known"}
+_FITS = {"fits": "yes", "tight": "tight", "does not fit": "NO", None: "not known"}
 _EXPOSED, _WAITING = "communication.transfer", "communication.waiting"
 
 
@@ -46,7 +46,7 @@ def scale_record(sizes: "Sizes", reliability: "Reliability | None") -> dict[str,
         "speeds": {"device": speeds.name, "source": speeds.source},
         "links": {
             "link_bytes_per_s": links.inside.bytes_per_s,
-            "network_bytes_per_s": None if links.between is None else links.between.bytes_per_s,
+            "network_bytes_per_s": links.between.bytes_per_s,
             "devices_per_node": links.per_node,
             "source": links.source,
         },
@@ -67,7 +67,7 @@ def scale_text(sizes: "Sizes", reliability: "Reliability | None") -> str:
     speeds, links = first.speeds, first.links
     assert speeds is not None
     assert links is not None
-    network = "network unknown" if links.between is None else f"network {_gb(links.between.bytes_per_s)} each"
+    network = f"network {_gb(links.between.bytes_per_s)} each"
     pairs = [
         ("model", first.model),
         ("device", speeds.name),
@@ -92,7 +92,7 @@ def size_record(size: "Prediction", totals: "RunTotals | None") -> dict[str, Any
     exposed, waiting = (size.step.line(key) for key in (_EXPOSED, _WAITING))
     record = size.to_dict()
     return {
-        **{name: record[name] for name in ("devices", "mesh", "fits", "ways", "time")},
+        **{name: record[name] for name in ("devices", "mesh", "fits", "fit", "ways", "time")},
         "planned_steps": size.planned_steps,
         "fill": size.work.report.fill,
         "balance": size.work.report.balance,
@@ -116,7 +116,7 @@ def _runs(sizes: "Sizes") -> str:
     rows = []
     for size, totals in sizes:
         time = size.step
-        cells = [f"{size.devices:,}", _FITS[size.fits], format_bytes(size.memory.peak), format_duration(time.step_s)]
+        cells = [f"{size.devices:,}", _FITS[size.fit], format_bytes(size.memory.peak), format_duration(time.step_s)]
         cells += [format_share(time.mfu.expected), format_count(round(time.tokens_per_s.expected))]
         if totals is not None:
             cells += [format_duration(totals.seconds.expected), f"{totals.device_hours.expected:,.4g}"]

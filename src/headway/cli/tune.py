@@ -167,7 +167,7 @@ def _tuned(
     notes = [
         note_on_tokens(best[0]),
         f"activations of {', '.join(left_out[:3])} are not explained, and missing" if left_out else "",
-        note_on_links(links, search.devices, on_this_machine=speeds.is_measured),
+        note_on_links(links, search.devices),
     ]
     return TuneReport(
         recipe=recipe,
@@ -264,7 +264,7 @@ def _room(memory: str | None, device: "Device | None") -> int | None:
     """Memory that each device may hold [bytes]; None if it is unknown."""
     from headway.predict.fitting import room_of
 
-    limit = None if device is None else device.memory_bytes
+    limit = None if device is None else device.total_memory_bytes
     if memory is None:
         return room_of(device)
     size = bytes_in(memory.strip())

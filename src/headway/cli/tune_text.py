@@ -138,8 +138,9 @@ def as_text(tuned: TuneReport) -> str:
 def _head(tuned: TuneReport) -> list[tuple[str, str]]:
     result, device = tuned.result, tuned.device
     room = "none" if result.room_bytes is None else f"{format_bytes(result.room_bytes)} on each device"
-    if device is not None and device.memory_bytes is not None and result.room_bytes is not None:
-        room += f", {format_share(result.room_bytes / device.memory_bytes)} of {format_bytes(device.memory_bytes)}"
+    total = None if device is None else device.total_memory_bytes
+    if total is not None and result.room_bytes is not None:
+        room += f", {format_share(result.room_bytes / total)} of {format_bytes(total)}"
     return [
         ("recipe", f"{tuned.recipe}  (ledger of {tuned.model})"),
         ("devices", f"{tuned.devices:,} x {device.title if device else 'this machine'}"),

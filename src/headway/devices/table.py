@@ -36,6 +36,9 @@ _KEYS = (
     "link_source",
     "link_read_on",
     "host_gb_per_s",
+    "driver_mib",
+    "driver_source",
+    "driver_read_on",
     *_RATES,
     "rates_source",
     "source",
@@ -58,15 +61,18 @@ class Device:
     fp16_accumulate_flops_per_s: Mapping[str, float]
     num_sms: int | None  # streaming multiprocessors, compute units or GPU cores; None where not known
     memory_bytes: int | None  # memory as the vendor prints it, in 10**9 bytes
+    driver_memory_bytes: int | None  # memory that its driver reports, in MiB
+    driver_source: str | None  # source of what its driver reports
+    driver_read_on: date | None  # date on which that source was read
     memory_bytes_per_s: float | None  # memory bandwidth [byte/s]
     board_power_w: float | None  # the vendor's power limit [W]
-    link_bytes_per_s: float | None  # rate to the other devices of its node together, one way [byte/s]
-    network_bytes_per_s: float | None  # share of a common node's network, one way [byte/s]
-    devices_per_node: int | None  # devices that such links join
+    link_bytes_per_s: float  # rate to the other devices of its node together, one way [byte/s]
+    network_bytes_per_s: float  # share of a common node's network, one way [byte/s]
+    devices_per_node: int  # devices that such links join
     link_source: str | None  # source of the numbers of links
     link_read_on: date | None  # date on which that source was read
     assumed_links: str | None  # links that no source has, and what is taken for them
-    host_bytes_per_s: float | None  # rate to its host's memory, one way [byte/s]
+    host_bytes_per_s: float  # rate to its host's memory, one way [byte/s]
     # share of the peak that matrix products reach in training: at best, as expected, at worst
     product_shares: tuple[float, float, float] | None
     attention_shares: Mapping[str, float]  # share of the bf16 peak that attention reaches, by kernel
@@ -80,6 +86,11 @@ class Device:
     def is_shipped(self) -> bool:
         """True if the entry comes with the package."""
         return self.origin == _SHIPPED
+
+    @property
+    def total_memory_bytes(self) -> int | None:
+        """Memory that its driver reports [bytes], or the printed size where no source has the driver's number."""
+        return self.driver_memory_bytes or self.memory_bytes
 
     def spoken_names(self) -> tuple[str, ...]:
         """List everything that a person may call it."""
@@ -168,6 +179,8 @@ def _parse_device(key: str, entry: Any, file: str, origin: str) -> Device:
     memory_gb, memory_gb_per_s, board_power_w = (_number(entry, name, where) for name in _NUMBERS)
     link_gb_per_s, network_gb_per_s, per_node, assumed_links = _links(entry, where)
     host_gb_per_s = _number(entry, "host_gb_per_s", where) or _HOST_GB_PER_S
+    _check_source(entry, ("driver_mib",), ("driver_source", "driver_read_on"), where)
+    driver_mib = _count(entry, "driver_mib", "MiB", where)
     product_shares, attention_shares = _shares(entry, where)
     return Device(
         key=key,
@@ -178,6 +191,9 @@ def _parse_device(key: str, entry: Any, file: str, origin: str) -> Device:
         fp16_accumulate_flops_per_s=_rates(entry.get("tflops_fp16_accumulate", {}), "tflops_fp16_accumulate", where),
         num_sms=_count(entry, "num_sms", "multiprocessors", where),
         memory_bytes=None if memory_gb is None else round(memory_gb * 1e9),
+        driver_memory_bytes=None if driver_mib is None else driver_mib * 2**20,
+        driver_source=entry.get("driver_source"),
+        driver_read_on=entry.get("driver_read_on"),
         memory_bytes_per_s=None if memory_gb_per_s is None else memory_gb_per_s * 1e9,
         board_power_w=board_power_w,
         link_bytes_per_s=link_gb_per_s * 1e9,
@@ -205,14 +221,7 @@ def _links(entry: Mapping[str, Any], where: str) -> tuple[float, float, int, str
     """
     link, network = (_number(entry, name, where) for name in _LINK_NUMBERS)
     per_node = _count(entry, "devices_per_node", "devices", where) or _PER_NODE
-    keys = [name for name in (*_LINK_NUMBERS, "devices_per_node", "link_source", "link_read_on") if name in entry]
-    if keys:
-        missing = [name for name in ("devices_per_node", "link_source", "link_read_on") if name not in entry]
-        if missing:
-            raise ConfigError(f"{where}: {keys[0]} needs {' and '.join(missing)} beside it.")
-        if not isinstance(entry["link_source"], str) or not entry["link_source"].strip():
-            raise ConfigError(f"{where}: link_source = {entry['link_source']!r} is no text. Say where the links stand.")
-        _check_date(entry, "link_read_on", where)
+    _check_source(entry, _LINK_NUMBERS, ("devices_per_node", "link_source", "link_read_on"), where)
     assumed = []
     if link is None:
         link = _PCIE_GB_PER_S
@@ -221,6 +230,20 @@ def _links(entry: Mapping[str, Any], where: str) -> tuple[float, float, int, str
         network = _ETHERNET_GB_PER_S / per_node
         assumed.append(f"100 Gb/s of Ethernet for a node, which is {network:.3g} GB/s for a device")
     return link, network, per_node, " and ".join(assumed) or None
+
+
+def _check_source(entry: Mapping[str, Any], numbers: Sequence[str], needed: Sequence[str], where: str) -> None:
+    """Check that a source and a date stand beside numbers that datasheets of peaks rarely have."""
+    keys = [name for name in (*numbers, *needed) if name in entry]
+    if not keys:
+        return
+    missing = [name for name in needed if name not in entry]
+    if missing:
+        raise ConfigError(f"{where}: {keys[0]} needs {' and '.join(missing)} beside it.")
+    *_, source, read_on = needed
+    if not isinstance(entry[source], str) or not entry[source].strip():
+        raise ConfigError(f"{where}: {source} = {entry[source]!r} is no text. Say where {numbers[0]} stands.")
+    _check_date(entry, read_on, where)
 
 
 def _shares(entry: Mapping[str, Any], where: str) -> tuple[tuple[float, float, float] | None, dict[str, float]]:

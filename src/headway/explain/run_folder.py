@@ -46,7 +46,7 @@ def device_of_run(folder: Path) -> tuple[str, int | None]:
     if not isinstance(name, str):
         return "unknown device", None
     try:
-        sizes = [entry.memory_bytes for entry in named_devices(name) if entry.memory_bytes]
+        sizes = [entry.total_memory_bytes for entry in named_devices(name) if entry.total_memory_bytes]
     except HeadwayError:
         sizes = []
     return name, min(sizes, default=None)

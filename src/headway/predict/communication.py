@@ -20,9 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.devices import Device
-from headway.errors import PlanError
 from headway.predict.speeds import HOST_BYTES_PER_S, Cases
-from headway.words import Argument
 
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
 Phase = Literal["forward", "backward"]
@@ -59,17 +57,15 @@ class Links:
 
     Attributes:
         inside: of a device to the others of its node.
-        between: of a device to other nodes, its share; None where it is not known.
+        between: of a device to other nodes, its share.
         per_node: devices of a node.
-        device: name of the device, for errors.
         source: where these numbers are from, as a sentence.
         host_bytes_per_s: of a device to its host's memory, one way, as printed [byte/s].
     """
 
     inside: Link
-    between: Link | None
+    between: Link
     per_node: int
-    device: str
     source: str
     host_bytes_per_s: float = HOST_BYTES_PER_S
 
@@ -81,7 +77,7 @@ class Links:
         link_bytes_per_s: float | None = None,
         network_bytes_per_s: float | None = None,
         per_node: int | None = None,
-    ) -> "Links | None":
+    ) -> "Links":
         """Take the links of a device from the table, or as they are given.
 
         Args:
@@ -89,38 +85,16 @@ class Links:
             link_bytes_per_s: to the other devices of its node, one way, instead of the table's [byte/s].
             network_bytes_per_s: its share of the network, one way, instead of the table's [byte/s].
             per_node: devices of a node, instead of the table's.
-
-        Returns:
-            None where neither says how fast the link is, or how many devices it joins.
         """
         options = [link_bytes_per_s, network_bytes_per_s, per_node]
         inside, between = link_bytes_per_s or device.link_bytes_per_s, network_bytes_per_s or device.network_bytes_per_s
         joined = per_node or device.devices_per_node
-        if inside is None or joined is None:
-            return None
         source = f"links as given for {device.title}"
         if all(value is None for value in options):
             source = f"printed links of {device.title} (`headway devices` has their source)"
-        network = None if between is None else Link(between, BETWEEN_S)
-        host = device.host_bytes_per_s or HOST_BYTES_PER_S
-        return cls(Link(inside, INSIDE_S), network, joined, device.title, source, host)
-
-    def reaches(self, devices: int) -> bool:
-        """Tell whether the links that so many devices need are known."""
-        return devices <= self.per_node or self.between is not None
-
-    def require(self, devices: int) -> None:
-        """Check that the links reach so many devices.
-
-        Raises:
-            PlanError: they are on several nodes, and nothing is known of the network between these.
-        """
-        if not self.reaches(devices):
-            raise PlanError(
-                f"{devices:,} devices are {-(-devices // self.per_node):,} nodes of {self.per_node}, and the network "
-                f"between nodes of {self.device} is not known. Give each device's share with {Argument('network')}, "
-                "in GB/s, or put network_gb_per_s into your own table ($HEADWAY_PEAKS; docs/devices.md)."
-            )
+        if device.assumed_links is not None and None in options:
+            source += f"; no source has all of them, so {device.assumed_links} are taken where none is given"
+        return cls(Link(inside, INSIDE_S), Link(between, BETWEEN_S), joined, source, device.host_bytes_per_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,17 +131,12 @@ def collective_s(kind: Kind, num_bytes: float, group: RankGroup, links: Links) -
         group: the ranks.
         links: between them.
 
-    Raises:
-        PlanError: the group is on several nodes, and their network is not known.
-
     Source: bytes that a rank's link carries: NCCL tests, doc/PERFORMANCE.md, "bus bandwidth". Latency: NCCL,
         src/graph/tuning.cc, ncclTopoTuneModel.
     """
     if group.size == 1:
         return Cases.exact(0.0)
-    if group.nodes > 1:
-        links.require(links.per_node + 1)
-    between_s = links.between.latency_s if links.between is not None and group.nodes > 1 else 0.0
+    between_s = links.between.latency_s if group.nodes > 1 else 0.0
     if kind == "all-to-all":
         latency = LAUNCH_S + max(links.inside.latency_s, between_s)
         return _after(latency, _all_to_all_s(num_bytes, group, links))
@@ -190,7 +159,7 @@ def host_copy_s(num_bytes: int, links: Links) -> Cases:
 
 def bus_bytes_per_s(group: RankGroup, links: Links) -> float:
     """Printed bandwidth that limits a ring [byte/s]: a device's link, or the network of a node's ranks together."""
-    if group.nodes == 1 or links.between is None:
+    if group.nodes == 1:
         return links.inside.bytes_per_s
     crossing = group.per_node * links.between.bytes_per_s
     return crossing if group.per_node == 1 else min(links.inside.bytes_per_s, crossing)
@@ -199,7 +168,7 @@ def bus_bytes_per_s(group: RankGroup, links: Links) -> float:
 def _all_to_all_s(num_bytes: float, group: RankGroup, links: Links) -> float:
     """Time at the printed bandwidth: each rank sends to its node's ranks and, over its own share, to all others."""
     inside = num_bytes * (group.per_node - 1) / group.size / links.inside.bytes_per_s
-    if group.nodes == 1 or links.between is None:
+    if group.nodes == 1:
         return inside
     return max(inside, num_bytes * (group.size - group.per_node) / group.size / links.between.bytes_per_s)
 

@@ -71,8 +71,13 @@ class Way:
 
 
 def room_of(device: Device | None) -> int | None:
-    """Memory of a device that a plan may fill [bytes]."""
-    return None if device is None or device.memory_bytes is None else int(USABLE * device.memory_bytes)
+    """Memory of a device that a plan may fill [bytes]; None where nobody says how much it has."""
+    return None if device is None or device.total_memory_bytes is None else room_in(device.total_memory_bytes)
+
+
+def room_in(total_bytes: int) -> int:
+    """Memory that a plan may fill, of so much that a device's driver reports [bytes]."""
+    return int(USABLE * total_bytes)
 
 
 def ways_to_fit(config: TrainConfig, devices: int, room_bytes: int, peak: Peak) -> tuple[Way, ...]:

@@ -22,7 +22,7 @@ from headway.devices import Device, named_device
 from headway.errors import HeadwayError, PlanError, UnknownDeviceError, first_line
 from headway.files import SETTINGS_BYTES, read_text
 from headway.packing.lengths import LengthTable
-from headway.predict.communication import Link, Links
+from headway.predict.communication import Links
 from headway.predict.fitting import room_of
 from headway.predict.packs import Packs
 from headway.predict.prediction import Prediction, RunTotals
@@ -235,12 +235,10 @@ class OfferSearch:
             predictor = self._predictor(offer.device)
         except HeadwayError as error:
             return OfferResult(offer, (), str(error).rstrip("."))
-        assert predictor.links is not None
         assert predictor.speeds is not None
-        links, peak = predictor.links, predictor.speeds.peak_flops_per_s
-        counts = self._counts(offer, links)
+        peak, counts = predictor.speeds.peak_flops_per_s, self._counts(offer)
         if not counts:
-            return OfferResult(offer, (), f"{self.devices:,} are more than are offered, or than links are known for")
+            return OfferResult(offer, (), f"{self.devices:,} are more than are offered")
         runs: list[PricedRun] = []
         slower: list[PricedRun] = []
         why = ""
@@ -261,45 +259,39 @@ class OfferSearch:
                 break
         fastest = min(slower, key=lambda run: run.totals.seconds.expected, default=None)
         if runs or fastest is None:
-            return OfferResult(offer, tuple(runs), why + self._limit(offer, links, counts[-1]))
+            return OfferResult(offer, tuple(runs), why + self._limit(counts[-1]))
         took, cost = format_duration(fastest.totals.seconds.expected), f"{fastest.cost:,.4g}"
         why = f"{fastest.size.devices:,} of them take {took}, cost {cost}"
-        return OfferResult(offer, (), why + self._limit(offer, links, fastest.size.devices), fastest)
+        return OfferResult(offer, (), why + self._limit(fastest.size.devices), fastest)
 
-    def _limit(self, offer: Offer, links: Links, most: int) -> str:
+    def _limit(self, most: int) -> str:
         """Reason why there are no more than so many devices."""
-        if self.devices is not None or most >= MOST_DEVICES:
-            return ""
-        if not links.reaches(2 * most) and offer.most > most:
-            return f"; how more than {most:,} are joined is not known"
-        return "; more are not offered"
+        return "" if self.devices is not None or most >= MOST_DEVICES else "; more are not offered"
 
-    def _counts(self, offer: Offer, links: Links) -> list[int]:
+    def _counts(self, offer: Offer) -> list[int]:
         """Numbers of devices to plan, ascending."""
         if self.devices is not None:
             counts = [self.devices]
         else:
             counts = [2**power for power in range(offer.most.bit_length())]
             counts += [offer.most] if offer.most not in counts else []
-        return [count for count in counts if count <= offer.most and links.reaches(count)]
+        return [count for count in counts if count <= offer.most]
 
     def _predictor(self, device: Device) -> Predictor:
-        if device.memory_bytes is None:
+        if device.total_memory_bytes is None:
             raise PlanError("its memory is not known")
-        # A device whose links are not known can only be planned alone.
-        links = Links.of_device(device) or Links(Link(1.0, 0.0), None, 1, device.title, "")
-        return replace(self.predictor, device=device, speeds=self.speeds(device), links=links)
+        return replace(self.predictor, device=device, speeds=self.speeds(device), links=Links.of_device(device))
 
     def _at(self, offer: Offer, predictor: Predictor, count: int) -> PricedRun | str:
         """The run on so many devices, with the least harmful settings that make it fit, or the reason why none do."""
         size = at_size(predictor, self.config, count, self.pattern)
         self._flops = size.work.flops.total * self.total(size.work) / size.step.tokens
-        if size.fits is not False:
+        if size.fit in ("fits", None):
             return self._priced(offer, size, ())
         room = room_of(offer.device) or 0
         for settings in self._harmless(size, room):  # the gentlest first
             fitting = at_size(predictor, changed_config(self.config, {}, settings), count, self.pattern)
-            if fitting.fits:
+            if fitting.fit == "fits":
                 return self._priced(offer, fitting, settings)
         need = f"{format_bytes(size.memory.peak)} do not fit {format_bytes(room)}"
         adapters = [way for way in size.ways if any("lora" in setting for setting in way.settings)]

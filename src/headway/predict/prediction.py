@@ -100,10 +100,17 @@ class Prediction:
         return self.shape.world_size
 
     @property
+    def fit(self) -> Literal["fits", "tight", "does not fit"] | None:
+        """Word for whether the run fits the device's memory, with the reserve or without; None if that is unknown."""
+        room, total = room_of(self.device), None if self.device is None else self.device.total_memory_bytes
+        if room is None or total is None:
+            return None
+        return "fits" if self.memory.peak <= room else "tight" if self.memory.peak <= total else "does not fit"
+
+    @property
     def fits(self) -> bool | None:
-        """True if the run fits the part of the device's memory that a plan may fill; None if the memory is unknown."""
-        room = room_of(self.device)
-        return None if room is None else self.memory.peak <= room
+        """True if the run fits the device's memory, with the reserve or without; None if the memory is unknown."""
+        return None if self.fit is None else self.fit != "does not fit"
 
     @property
     def flops(self) -> FlopCount | None:
@@ -185,10 +192,11 @@ class Prediction:
             "model": self.model,
             "devices": self.devices,
             "mesh": asdict(self.shape),
-            "device": None if device is None else {"name": device.title, "memory_bytes": device.memory_bytes},
+            "device": None if device is None else {"name": device.title, "memory_bytes": device.total_memory_bytes},
             "params": {"total": params.total, "trainable": params.trainable, "active": params.active},
             "memory": self.memory.to_dict(),
             "fits": self.fits,
+            "fit": self.fit,
             "ways": [way.to_dict() for way in self.ways],
             "flops": None if flops is None else _flops_record(flops),
             "reference": None if reference is None else {"runs": self.refers, "flops": reference.total},

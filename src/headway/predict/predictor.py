@@ -87,7 +87,6 @@ class Predictor:
         Raises:
             ConfigError: a mesh that the devices do not fit, or lengths of which none fits a pack.
             UsageError: a pattern that matches nothing.
-            PlanError: the devices are on several nodes, and the network between these is not known.
         """
         shape = config.parallel.mesh_shape(devices)
         recompute = recompute_of(config, self.cost_model, self.saved, shape)
@@ -188,11 +187,8 @@ class Predictor:
         Raises:
             ConfigError: of the model no saved activations are known, which tell what elementwise operations move.
             UsageError: its recomputation chooses no block.
-            PlanError: the devices are on several nodes, and the network between these is not known.
         """
         links = self.links if devices > 1 else None
-        if links is not None:
-            links.require(devices)
         shape, precision = config.parallel.mesh_shape(devices), precision_of(config, devices)
         state = state_of(config, precision, recompute_of(config, self.cost_model, self.saved, shape))
         # the mean pack: its tokens in one segment, in slots of whole buckets, with its pictures as one

@@ -37,12 +37,10 @@ def at_size(
 
     Raises:
         ConfigError: a mesh that the devices do not fit, or lengths of which none fits a pack.
-        PlanError: no lengths, or nodes whose network is not known.
+        PlanError: no lengths.
     """
     config = sized(config, devices)
     shape = config.parallel.mesh_shape(devices)
-    if devices > 1 and predictor.links is not None:
-        predictor.links.require(devices)  # before packs are planned, which takes long
     lengths, steps = enough_lengths(config, predictor.cost_model, shape, pattern)
     failures = None if reliability is None else Interruptions.of(reliability, devices)
     return replace(predictor.at(config, devices, lengths), interruptions=failures, planned_steps=steps)

@@ -236,7 +236,7 @@ class Speeds:
             attention_shares=shares_of(kernel),
             attention_kernel=ATTENTION_KERNELS[kernel],
             short_attention=(shares_of("fa2"), ATTENTION_KERNELS["fa2"]) if kernel == "cudnn" else None,
-            host_bytes_per_s=device.host_bytes_per_s or HOST_BYTES_PER_S,
+            host_bytes_per_s=device.host_bytes_per_s,
             products_flops_per_s=peak,
         )
 

@@ -287,7 +287,7 @@ def _fitted(
         config = parse_config(raw)
         predictor = Predictor.of(config, cost_model, device=device)
         planned = predictor.at(config, 1)
-        if planned.fits is not False:
+        if planned.fit in ("fits", None):
             return raw, planned
         for way in planned.ways:
             # shorter packs drop samples, and adapters, which are tried next, learn at a rate of their own
@@ -364,7 +364,7 @@ def _comments(
     }
     # memory, where it was planned for a device
     if planned is not None and planned.device is not None:
-        share = planned.memory.peak / (planned.device.memory_bytes or planned.memory.peak)
+        share = planned.memory.peak / (planned.device.total_memory_bytes or planned.memory.peak)
         peak = f"{format_bytes(planned.memory.peak)} at most, {format_share(share)} of {planned.device.title}"
         comments |= {
             "plan": f"Memory by the plan: {peak}.",

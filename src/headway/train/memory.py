@@ -17,7 +17,7 @@ from headway.config import TrainConfig
 from headway.errors import HeadwayError
 from headway.log.run_files import write_json
 from headway.meter.environment import used_memory
-from headway.predict.fitting import USABLE, gentlest_first
+from headway.predict.fitting import gentlest_first, room_in
 from headway.predict.memory import PARTS
 from headway.predict.predictor import Predictor
 from headway.predict.recipe import fullest_pack
@@ -104,7 +104,7 @@ def planned_ways(run: Run, config: TrainConfig, slots: int, patches: int, total_
     Returns:
         A sentence; None where what the model saves cannot be traced.
     """
-    room = int(USABLE * total_bytes)
+    room = room_in(total_bytes)
     try:
         predictor = Predictor(run.trained.cost_model, saved_of_recipe(config))
         planned = predictor.memory(config, run.ranks.size, (slots, patches))
