@@ -16,7 +16,7 @@ from headway.devices import named_device
 from headway.errors import UnknownDeviceError
 from headway.explain.breakdown import NO_ATTENTION, NO_KERNEL, break_down
 from headway.explain.explanation import StepWaterfall
-from headway.predict.kernel_bytes import Kernels
+from headway.predict.engine import Engine
 from headway.predict.memory import MemoryPlan
 from headway.predict.recipe import State, recompute_of, state_of
 from headway.predict.speeds import Speeds
@@ -112,7 +112,9 @@ class PlannedCase:
         is_one_pass = any(note.startswith(ONE_PASS_NOTE) for note in case["notes"])
         return PlannedCase(
             cost_model,
-            StepTimes(cost_model, saved, speeds, kernels=Kernels(update="one pass" if is_one_pass else "separate")),
+            StepTimes(
+                cost_model, saved, speeds, engine=Engine("headway", update="one pass" if is_one_pass else "separate")
+            ),
             state_of(config, precision, recompute),
             predicted_memory(setup, config, cost_model, layers, packs, is_small=False),
             f"attention at the rates of speed.attention={attention}; {speeds.source}",

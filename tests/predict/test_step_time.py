@@ -11,7 +11,8 @@ from headway.count import CostModel, Workload, load_cost_model
 from headway.count.activations import SavedActivations, SavedBlock, shipped_activations
 from headway.count.rows import Gradient, Parameter, Row
 from headway.devices import named_device
-from headway.predict.kernel_bytes import Kernels, clipping_bytes, loss_bytes, update_bytes
+from headway.predict.engine import Engine
+from headway.predict.kernel_bytes import clipping_bytes, loss_bytes, update_bytes
 from headway.predict.recipe import State
 from headway.predict.speeds import HEAD_SIZE, PRODUCTS, Cases, Speeds
 from headway.predict.step_time import StepTimes, StepWork, product_shape, shapes_of
@@ -201,7 +202,7 @@ def test_steps_take_as_long_as_on_an_h200(case, model, attention, recompute, mos
     speeds = Speeds.of_device(named_device("H200"), "bf16", attention=attention)
     cost_model = load_cost_model(model)
     times = StepTimes(
-        cost_model, shipped_activations(model, "bfloat16"), speeds, kernels=Kernels(update="separate")
+        cost_model, shipped_activations(model, "bfloat16"), speeds, engine=Engine("of then", update="separate")
     )  # as then
     state = State(weight_bytes=2, moment_bytes=2.0, recompute=recompute, fused=True, chunk=1024)
     packs = [Workload(pack["segments"], images=pack["images"]) for pack in record["packs"][case.partition(",")[0]]]
@@ -230,7 +231,7 @@ def test_rows_for_experts_are_sorted_and_added_up_by_index():
     speeds = Speeds.of_device(named_device("H200"), "bf16")
 
     def memory_s(model, recompute, **kernels):
-        times = StepTimes(model, activations, speeds, kernels=Kernels(**kernels))
+        times = StepTimes(model, activations, speeds, engine=Engine("another", **kernels))
         step = times.predict(StepWork(model.count(pack), pack, 1, 8192), State(recompute=recompute, fused=True))
         return seconds(step)["memory"]
 

@@ -321,9 +321,10 @@ def named_recipe(recipe: str, settings: tuple[str, ...]) -> "tuple[CostModel, Tr
         settings: assignments that change the configuration, as `--set` takes them.
     """
     from headway.config import load_config, with_overrides
+    from headway.predict.engine import with_engine
 
     if Path(recipe).suffix in (".yaml", ".yml"):
-        config = load_config(Path(recipe), settings)
+        config = with_engine(load_config(Path(recipe), settings))
         return resolve_ledger(config.model), config
     cost_model = resolve_cost_model(recipe)
     raw = {
@@ -333,7 +334,7 @@ def named_recipe(recipe: str, settings: tuple[str, ...]) -> "tuple[CostModel, Tr
         "run": {"folder": "runs/plan"},
         "plan": {"mix": "images" if cost_model.has_vision else "chats"},
     }
-    return cost_model, with_overrides(raw, settings)
+    return cost_model, with_engine(with_overrides(raw, settings))
 
 
 def speeds_of(config: "TrainConfig", cost_model: "CostModel", device: "Device | None", devices: int) -> "Speeds":

@@ -139,6 +139,11 @@ class PlanConfig(Section):
         description="Whose memory the run must fit, as `headway devices` names it; a command's option of that name "
         "goes first",
     )
+    engine: str = Field(
+        default="headway",
+        description="Code that runs the recipe: headway, or another tool's engine with its kernels and rates, such as "
+        "megatron or automodel (docs/planning.md lists them)",
+    )
     power_w: float | None = Field(
         default=None,
         gt=0.0,

@@ -31,6 +31,7 @@ def exchanges_of(
     state: State,
     sharing: Sharing,
     shape: MeshShape,
+    ranks_of_token: int | None = None,
 ) -> Exchanges:
     """List the exchanges of a process for a pack.
 
@@ -41,6 +42,8 @@ def exchanges_of(
         state: dtypes, and what is computed again.
         sharing: of the model among processes.
         shape: the mesh that they form.
+        ranks_of_token: processes that a token is sent to where experts are spread; None for those that keep any of its
+            experts.
 
     Raises:
         UsageError: `state.recompute` chooses no block.
@@ -52,12 +55,18 @@ def exchanges_of(
     computing = State(state.weight_bytes, state.compute_bytes, float8=state.float8, base=state.base)
     if sharing.sequence > 1 or sharing.expert > 1:
         computing = replace(computing, recompute=state.recompute)
-    return _all_of(cost_model, saved, pack, computing, sharing, shape)
+    return _all_of(cost_model, saved, pack, computing, sharing, shape, ranks_of_token)
 
 
 @remembered
 def _all_of(
-    cost_model: CostModel, saved: SavedActivations, pack: Workload, state: State, sharing: Sharing, shape: MeshShape
+    cost_model: CostModel,
+    saved: SavedActivations,
+    pack: Workload,
+    state: State,
+    sharing: Sharing,
+    shape: MeshShape,
+    ranks_of_token: int | None,
 ) -> Exchanges:
     """List exchanges once for choices that differ in nothing that is exchanged."""
     order, gathered = _order_of(cost_model, saved, pack.patches > 0)
@@ -65,7 +74,7 @@ def _all_of(
     exchanges = [
         exchange for exchange in _of_weights(cost_model, saved, again, state, sharing, shape) if exchange.unit in order
     ]
-    exchanges += _of_activations(cost_model, saved, pack, state, sharing)
+    exchanges += _of_activations(cost_model, saved, pack, state, sharing, ranks_of_token)
     copied = sum(
         2 * exchange.num_bytes if exchange.kind == "all-gather" else exchange.num_bytes
         for exchange in exchanges
@@ -130,7 +139,12 @@ def _of_weights(
 
 
 def _of_activations(
-    cost_model: CostModel, saved: SavedActivations, pack: Workload, state: State, sharing: Sharing
+    cost_model: CostModel,
+    saved: SavedActivations,
+    pack: Workload,
+    state: State,
+    sharing: Sharing,
+    ranks_of_token: int | None,
 ) -> Iterator[Exchange]:
     """List all-to-alls of shared packs and spread experts: forward, again where recomputed, and backward."""
     again, alive = chosen_blocks(state.recompute, cost_model, saved), _units_with_backward(cost_model, saved)
@@ -173,7 +187,8 @@ def _of_activations(
     if sharing.expert > 1:
         slots = -(-pack.slots // sharing.sequence)
         for layer in _expert_layers(cost_model):
-            values = round(slots * distinct_ranks(layer.experts, layer.chosen, sharing.expert)) * layer.width
+            ranks = ranks_of_token or distinct_ranks(layer.experts, layer.chosen, sharing.expert)
+            values = round(slots * ranks) * layer.width
             items, concurrent = slots * layer.chosen, float(layer.shared * pack.slots)
             yield from through(layer.block, values, values, sharing.expert, concurrent_flops=concurrent)
             # with it go the weights of its experts, in float32, and which of a process' experts they are

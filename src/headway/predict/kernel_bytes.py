@@ -1,19 +1,11 @@
 """Bytes and times of kernels that are no products, by their operations: the update, the loss, and rows for experts."""
 
-from dataclasses import dataclass
-from typing import Literal
-
 from headway.count import CostModel
 from headway.count.units import head_features, head_parameter
 from headway.predict.activations import BFLOAT16, FLOAT32
+from headway.predict.engine import Update
 from headway.predict.recipe import State
 
-Update = Literal["separate", "one pass"]
-"""Kernels of an optimizer for numbers in other types than float32: one for each operation, or one for all."""
-UPDATE: Update = "one pass"
-"""Kernels of `headway.optim` on CUDA (`optim.adamw`; its speed is not measured yet): one does all of it while it
-reads and writes each number once. Without Triton it is "separate": copied to float32, updated by PyTorch's fused AdamW,
-rounded and copied back."""
 COPIED, ROUNDED, CODED = 2, 30, 46
 """Bytes that "separate" moves beside those of float32 for a number held in another type: how often it is read or
 written in that type and, as often, in float32; rounding to bfloat16 (a random number drawn, which takes as long as 10
@@ -22,24 +14,6 @@ bytes, added, and bits cut off: 4 bytes for each operand and result); codes of 8
 Source of the 10: a profile of 16.1 billion numbers on a H200, whose random numbers took 126 ms; 2026-11-26.
 """
 
-
-@dataclass(frozen=True, slots=True)
-class Kernels:
-    """Kernels that compute everything but products.
-
-    Attributes:
-        update: of the optimizer.
-        fuses_loss: whether one kernel makes the loss and its slopes of logits; None for what the recipe's kernels do.
-        sorts_rows: whether rows for experts are sorted and added up by PyTorch's kernels, as Headway does; else the
-            time of that is not known, and left out.
-    """
-
-    update: Update = UPDATE
-    fuses_loss: bool | None = None
-    sorts_rows: bool = True
-
-
-HEADWAY = Kernels()
 
 LOG_SOFTMAX_READS = 3
 """Times that log-softmax reads a row of logits: for its largest, its sum and its result.

@@ -162,6 +162,9 @@ def plan_memory(
     between = _between(cost_model, saved, pack, state, sharing, blocks, ends) | {"gradients": waiting}
     walk = fullest_point(cost_model, saved, pack, of_blocks, sharing_blocks, ends, bool(new_gradients))
     walk = {**walk, "gradients": walk["gradients"] + waiting, "batch": between["batch"]}
+    results = -(-pack.slots // sharing.sequence) * state.kept_results * state.compute_bytes
+    for parts in (between, walk):
+        parts["activations"] = parts.get("activations", 0) + results
     forward = {**fixed.built(), **between, "head": head.forward}
     in_head = {**between, "head": head.backward}
     fuller = max(in_head, walk, key=lambda parts: sum(parts.values()))
@@ -271,6 +274,8 @@ class _Head:
         logit = compute + FLOAT32 + (FLOAT32 if compute < FLOAT32 else 0)
         tied = numel if learns and number is not None and is_tied(cost_model, number) else 0
         stream, weight = FLOAT32 * slots * width, state.weight_bytes * numel
+        if state.logit_bytes is not None:
+            return _Head(state.logit_bytes * slots * vocabulary, 0, weight, weight_bytes * tied, stream)
         if state.chunk is None:
             return _Head(
                 slots * vocabulary * logit, 3 * FLOAT32 * slots * vocabulary, weight, weight_bytes * tied, stream

@@ -14,9 +14,9 @@ from headway.errors import ConfigError
 from headway.packing.lengths import LengthTable
 from headway.packing.mesh import MeshShape
 from headway.predict.communication import Exchanges, Links
+from headway.predict.engine import engine_named
 from headway.predict.exchanges import exchanges_of
 from headway.predict.fitting import Way, room_of, ways_to_fit
-from headway.predict.kernel_bytes import HEADWAY, Kernels
 from headway.predict.memory import MemoryPlan, plan_memory
 from headway.predict.packs import Packs, plan_packs
 from headway.predict.prediction import Prediction
@@ -52,7 +52,6 @@ class Predictor:
         speeds: of the device; None for no time.
         links: between devices; None where they are not known, and exchanges are taken to hide behind computing.
         making_s: that a data worker takes to make a token [s]; None where it is not known, and packs are ready.
-        kernels: that compute what is no product.
     """
 
     cost_model: CostModel
@@ -61,8 +60,7 @@ class Predictor:
     speeds: Speeds | None = None
     links: Links | None = None
     making_s: float | None = None
-    kernels: Kernels = HEADWAY
-    _times: dict[str, StepTimes] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _times: dict[tuple[str, str], StepTimes] = field(default_factory=dict, init=False, repr=False, compare=False)
     _references: "dict[bool, Predictor]" = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
@@ -139,7 +137,12 @@ class Predictor:
         state = state_of(config, precision, recompute_of(config, self.cost_model, self.saved, shape))
         if config.speed.attention == "cudnn":
             state = replace(state, padded=padded or largest)
-        pack = self._pack(config, *largest)
+        engine, pack = engine_named(config.plan.engine), self._pack(config, *largest)
+        state = replace(state, logit_bytes=engine.logit_bytes)
+        if engine.keeps and state.recompute.endswith("-attention"):  # chosen by operation, in each block
+            rows = [row for row in self.cost_model.rows if row.features and row.module.endswith(engine.keeps)]
+            num_results = sum(row.forward // (2 * row.features[0]) for row in rows if row.features)
+            state = replace(state, recompute="full,-attention", kept_results=num_results)
         return plan_memory(self.cost_model, self.saved[precision], pack, state, sharing_of(config, shape))
 
     def ways(
@@ -198,7 +201,7 @@ class Predictor:
         gradients = self.cost_model.params.trainable // shape.fsdp
         if config.parallel.reduce != "pack":
             gradients = trained_of_process(self.cost_model, shape.expert)
-        times = self._step_times(precision)
+        times = self._step_times(config, precision)
         # tokens of the step are counted over all ranks; making packs is shared among the workers
         work = StepWork(
             flops=packs.flops,
@@ -221,25 +224,29 @@ class Predictor:
     def exchanges(self, config: TrainConfig, pack: Workload, state: State, shape: MeshShape) -> Exchanges:
         """List the exchanges of a process for a pack; arguments as for `exchanges_of`."""
         saved, sharing = self.saved[precision_of(config, shape.world_size)], sharing_of(config, shape)
-        return exchanges_of(self.cost_model, saved, pack, state, sharing, shape)
+        engine = engine_named(config.plan.engine)
+        return exchanges_of(self.cost_model, saved, pack, state, sharing, shape, engine.ranks_of_token)
 
     def _pack(self, config: TrainConfig, tokens: int, patches: int) -> Workload:
         """A pack of one segment and one picture, in slots of whole buckets."""
         bucket = config.data.bucket_tokens or 1
         return Workload([tokens], images=one_picture(patches, self.cost_model), slots=-(-tokens // bucket) * bucket)
 
-    def _step_times(self, precision: str) -> StepTimes:
-        """Times of the model's parts, whose rows are read once for each precision of its forward."""
-        if precision not in self._times:
-            saved = self.saved[precision]
+    def _step_times(self, config: TrainConfig, precision: str) -> StepTimes:
+        """Times of the model's parts, whose rows are read once for each precision of its forward and each engine."""
+        key = precision, config.plan.engine
+        if key not in self._times:
+            saved, engine = self.saved[precision], engine_named(config.plan.engine)
             if not saved.blocks:
                 raise ConfigError(
                     f"no saved activations of {self.cost_model.name} are known, so the time of its elementwise "
                     "operations cannot be predicted. Name the folder of its config.json, so that its code is traced."
                 )
             assert self.speeds is not None
-            self._times[precision] = StepTimes(self.cost_model, saved, self.speeds, kernels=self.kernels)
-        return self._times[precision]
+            float8 = config.run.dtype == "float8"
+            speeds = engine.speeds(self.speeds, self.device, self.cost_model, float8=float8)
+            self._times[key] = StepTimes(self.cost_model, saved, speeds, engine=engine)
+        return self._times[key]
 
     def _with_reference(self, step: StepForecast, config: TrainConfig, packs: Packs, devices: int) -> StepForecast:
         """Add the forward of a model that does not learn: to the step, or to the time before the first step."""
@@ -265,6 +272,8 @@ class Predictor:
         cost_model, speed = self.cost_model, config.speed
         saved = self.saved[precision_of(config, shape.world_size)]
         notes = []
+        if config.plan.engine != "headway":
+            notes.append(f"priced as {engine_named(config.plan.engine).title} runs it (plan.engine)")
         if speed.recompute_bytes is not None:
             chosen = choice_in_words(recompute_of(config, cost_model, self.saved, shape), cost_model.block_towers)
             notes.append(f"speed.recompute={speed.recompute} {chosen}")

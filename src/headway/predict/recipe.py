@@ -57,6 +57,8 @@ class State:
     liger: bool = False  # whether Liger computes the loss, and gated products, whose gradients it writes over them
     inputs_on_host: bool = False  # whether what enters recomputed blocks waits there for backward
     weighs: bool = False  # whether the output layer runs once more, for the losses that its chunks are weighed by
+    logit_bytes: int | None = None  # bytes of a logit in the loss of another engine; None for Headway's loss
+    kept_results: int = 0  # numbers of a token that linear modules of recomputed blocks gave, where they are kept
     chunk: int | None = None  # slots whose logits exist at a time [slots]; None for those of a whole pack
     base: Base | None = None  # form of frozen matrices, where not in the dtype of the products
     # tokens and patches of a pack if its segments were all as long as the longest; None where attention's sums are not

@@ -24,12 +24,11 @@ from headway.count.units import block_of, chosen_blocks, remembered
 from headway.count.updating import NEWTON_SCHULZ, RULES, num_moments
 from headway.predict.activations import BFLOAT16, FLOAT32, attentions
 from headway.predict.communication import Exchanges, Links, exposed_s
+from headway.predict.engine import HEADWAY, Engine
 from headway.predict.kernel_bytes import (
-    HEADWAY,
     SORTS_S,
     SUMMED,
     TOP_K_S,
-    Kernels,
     clipping_bytes,
     loss_bytes,
     update_bytes,
@@ -175,13 +174,13 @@ class StepTimes:
         cost_model: of the model, with what is frozen frozen and adapters in place.
         saved: what autograd saves of it, in the precision of its forward.
         speeds: of the device.
-        kernels: that compute what is no product.
+        engine: whose kernels compute what is no product.
     """
 
     def __init__(
-        self, cost_model: CostModel, saved: SavedActivations, speeds: Speeds, *, kernels: Kernels = HEADWAY
+        self, cost_model: CostModel, saved: SavedActivations, speeds: Speeds, *, engine: Engine = HEADWAY
     ) -> None:
-        self._cost_model, self._saved, self._speeds, self._kernels = cost_model, saved, speeds, kernels
+        self._cost_model, self._saved, self._speeds, self._engine = cost_model, saved, speeds, engine
         trained = cost_model.trained
         kinds_of_driver: dict[tuple[str, str], dict[str, Counter[_Kind]]] = defaultdict(lambda: defaultdict(Counter))
         alive = set()
@@ -358,8 +357,9 @@ class StepTimes:
         moved: float = FORWARD_MOVES * (sum(sizes.values()) + again) + BACKWARD_MOVES * alive
         moved += 2 * self._inputs(work, state)
         # no kernel of Liger's weighs losses
-        fused = state.liger and not state.weighs if self._kernels.fuses_loss is None else self._kernels.fuses_loss
+        fused = state.liger and not state.weighs if self._engine.fuses_loss is None else self._engine.fuses_loss
         slots = work.pack.slots / work.sequence
+        moved += self._engine.bytes_of_biases(self._cost_model, work.pack)
         moved += work.sequence * loss_bytes(self._cost_model, slots, state, fused=fused, learns=bool(self._alive))
         gradients = self._trained if work.gradients is None else work.gradients
         accumulated = 3 * state.weight_bytes * gradients if work.packs > 1 else 0
@@ -394,7 +394,7 @@ class StepTimes:
 
     def _routing_s(self, work: StepWork, state: State) -> Cases:
         """Time in which a pack's rows are sorted by expert and added up again, beyond that of the bytes they save."""
-        if self._speeds.is_measured or not self._kernels.sorts_rows:  # the time of a model's own blocks has it
+        if self._speeds.is_measured or not self._engine.sorts_rows:  # the time of a model's own blocks has it
             return Cases.exact(0.0)
         slots, seconds = work.pack.slots / work.sequence, Cases.exact(0.0)
         again = chosen_blocks(state.recompute, self._cost_model, self._saved)
@@ -412,7 +412,7 @@ class StepTimes:
     def _optimizer_s(self, work: StepWork, state: State) -> Cases:
         """Time of an update: the bytes that it reads and writes, and Muon's products."""
         # gradients are read for their norm and scaled; then the update reads and writes what it is about
-        trained, moments, update = self._trained, num_moments(self._cost_model, state.rule), self._kernels.update
+        trained, moments, update = self._trained, num_moments(self._cost_model, state.rule), self._engine.update
         num_bytes = clipping_bytes(state, trained, update) + update_bytes(state, trained, moments, update)
         # the moving average is read and written, and the weights read for it, at some of the steps
         if state.averaged:

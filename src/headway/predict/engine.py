@@ -1,0 +1,152 @@
+"""Code that a plan prices: Headway's own, or another tool's engine, by a row of `engines.toml`."""
+
+import difflib
+import tomllib
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from datetime import date
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from headway.config import TrainConfig, changed_config
+from headway.count import CostModel, Workload
+from headway.devices import Device
+from headway.errors import ConfigError
+from headway.predict.speeds import ATTENTION_KERNELS, Speeds
+
+Update = Literal["separate", "one pass"]
+"""Kernels of an optimizer for numbers in other types than float32: one for each operation, or one for all."""
+UPDATE: Update = "one pass"
+"""Kernels of `headway.optim` on CUDA (`optim.adamw`; its speed is not measured yet): one does all of it while it
+reads and writes each number once. Without Triton it is "separate": copied to float32, updated by PyTorch's fused AdamW,
+rounded and copied back."""
+FLEX = 0.87
+"""Rate of FlexAttention over FlashAttention-2's: 90 % in forward, 85 % in backward.
+
+Source: PyTorch's announcement, pytorch.org/blog/flexattention, 2024-08-07.
+"""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Settings, kernels and rates of the code that runs a recipe.
+
+    Attributes:
+        title: name and version for people.
+        settings: of the recipe, where it names none of its own.
+        update: kernels of the optimizer.
+        attention: kernel of attention, as the table of devices names it, or "flex"; None for `speed.attention`.
+        fuses_loss: whether one kernel makes the loss and its slopes of logits; None for what the recipe's kernels do.
+        sorts_rows: whether rows for experts are sorted and added up by PyTorch's kernels, as Headway does; else the
+            time of that is not known, and left out.
+        ranks_of_token: processes that a token is sent to; None for those that keep any of its experts.
+        bias_bytes: bytes that are moved for a number of a bias of experts, by the name of the parameter.
+        logit_bytes: bytes of a logit that are held where the loss is fullest; None for what the recipe's loss holds.
+        keeps: linear modules whose results recomputation keeps besides attention's.
+        time: of computing over what Headway's rates give, by kind of model and precision, such as "experts fp8".
+        source: where this was read.
+        rates_source: published runs to which `time` is fitted.
+        read_on: day of reading.
+    """
+
+    title: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    update: Update = UPDATE
+    attention: str | None = None
+    fuses_loss: bool | None = None
+    sorts_rows: bool = True
+    ranks_of_token: int | None = None
+    bias_bytes: Mapping[str, int] = field(default_factory=dict)
+    logit_bytes: int | None = None
+    keeps: tuple[str, ...] = ()
+    time: Mapping[str, float] = field(default_factory=dict)
+    source: str = ""
+    rates_source: str = ""
+    read_on: date | None = None
+
+    def speeds(self, speeds: Speeds, device: Device | None, cost_model: CostModel, *, float8: bool) -> Speeds:
+        """Rates of a device with this engine's kernels.
+
+        Args:
+            speeds: of the device with Headway's.
+            device: of the table; None for a machine that was measured, whose rates stay.
+            cost_model: of the model.
+            float8: whether blocks multiply in float8.
+
+        Raises:
+            ConfigError: its kernel of attention does not run on the device.
+        """
+        if device is None:
+            return speeds
+        kernel, share = ("fa2", FLEX) if self.attention == "flex" else (self.attention, 1.0)
+        if kernel is not None and device.attention_shares:
+            if kernel not in device.attention_shares:
+                raise ConfigError(f"plan.engine: {self.title} runs {kernel}, which does not run on {device.title}.")
+            share *= device.attention_shares[kernel] / device.attention_shares["fa2"]
+            shares = speeds.attention_shares.times(share)
+            speeds = replace(
+                speeds, attention_shares=shares, attention_kernel=ATTENTION_KERNELS[kernel], short_attention=None
+            )
+        kind = "experts" if any(row.op == "experts" for row in cost_model.rows) else "dense"
+        faster = 1 / self.time.get(f"{kind} {'fp8' if float8 else 'bf16'}", 1.0)
+        return replace(
+            speeds,
+            product_shares=speeds.product_shares.times(faster),
+            attention_shares=speeds.attention_shares.times(faster),
+            bytes_per_s=speeds.bytes_per_s.times(faster),
+        )
+
+    def bytes_of_biases(self, cost_model: CostModel, pack: Workload) -> int:
+        """Count the bytes that adding biases of experts moves for a pack, beyond what fused kernels move."""
+        values = (
+            num_bytes * parameter.active
+            for parameter in cost_model.parameters
+            for name, num_bytes in self.bias_bytes.items()
+            if parameter.name.endswith(f"experts.{name}")
+        )
+        return sum(values) * pack.tokens
+
+
+HEADWAY = Engine("headway train")
+
+
+@cache
+def engines() -> Mapping[str, Engine]:
+    """Engines by the name that `plan.engine` gives them."""
+    rows = tomllib.loads(Path(__file__).with_name("engines.toml").read_text("utf-8"))
+    others = {name: Engine(**{**row, "keeps": tuple(row.get("keeps", ()))}) for name, row in rows.items()}
+    return {"headway": HEADWAY, **others}
+
+
+def engine_named(name: str) -> Engine:
+    """The engine of a name.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    table = engines()
+    if name not in table:
+        near = difflib.get_close_matches(name, table, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"plan.engine {name!r} is not known; known are {', '.join(table)}.{hint}")
+    return table[name]
+
+
+def with_engine(config: TrainConfig) -> TrainConfig:
+    """Lay the settings of the recipe's engine below its own: those that it names stay.
+
+    A setting of the engine that has no effect in this recipe is left out, as one for several packs a step where there
+    is one.
+
+    Raises:
+        ConfigError: `plan.engine` is not known.
+    """
+    settings = engine_named(config.plan.engine).settings
+    parts = {name: name.split(".") for name in settings}
+    unset = [name for name, (section, key) in parts.items() if key not in getattr(config, section).model_fields_set]
+    for name in unset:
+        with suppress(ConfigError):
+            config = changed_config(config, {name: settings[name]})
+    return config
