@@ -349,7 +349,6 @@ def speeds_of(config: "TrainConfig", cost_model: "CostModel", device: "Device | 
     Raises:
         PlanError: the device's peak or bandwidth is not known; or none is named, and the run is not for this machine.
     """
-    from headway.predict.block_times import with_blocks
     from headway.predict.recipe import precision_of
     from headway.predict.speeds import Speeds
 
@@ -365,6 +364,7 @@ def speeds_of(config: "TrainConfig", cost_model: "CostModel", device: "Device | 
         )
     with needs_extra("planning for this machine"):
         from headway.devices.ceilings import matmul_ceiling
+        from headway.predict.block_times import with_blocks
 
         where = local_device(None)
     if where.type == "cpu" and config.run.device != "cpu":
