@@ -91,6 +91,10 @@ def _counted(evidence: StepEvidence, waterfall: StepWaterfall) -> dict[Phase, fl
             number = as_number(flops.get(phase.value)) or 0.0
             total += number
             counted[phase] += 0.0 if str(name).endswith(".attention") else number
+    # Checkpointed blocks run forward again in backward; a profile that does not say so has none.
+    recomputed = evidence.step_fact(waterfall, "recomputed_flops")
+    for name, flops in recomputed.items() if isinstance(recomputed, Mapping) else ():
+        counted[Phase.BACKWARD] += 0.0 if str(name).endswith(".attention") else as_number(flops) or 0.0
     # Layers spend on padding what they spend on tokens, in both phases alike.
     padded = 1 + (as_number(evidence.step_fact(waterfall, "padding_flops")) or 0.0) / total if total else 1.0
     return {phase: flops * padded for phase, flops in counted.items()}

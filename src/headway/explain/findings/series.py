@@ -254,7 +254,8 @@ def first_steps(evidence: RunEvidence) -> Observation | None:
     took = ", ".join(format_duration(step.duration_ns / 1e9) for step in first[:3])
     comparison = f"{took}, the others {format_duration(usual_ns / 1e9)} (median)"
     if not evidence.is_timed:
-        comparison = ", ".join(f"{step.duration_ns / usual_ns:.1f}" for step in first[:3]) + " times the others"
+        ratios = ", ".join(f"{step.duration_ns / usual_ns:.1f}" for step in first[:3])
+        comparison = f"{ratios} times as long as the others"
     return Observation(
         sum(step.duration_ns - usual_ns for step in first),
         f"{which} of {len(evidence.steps)} took {comparison}.",
