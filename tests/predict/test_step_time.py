@@ -6,14 +6,21 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from headway.config import load_config
+from headway.config.optim import OptimConfig
 from headway.count import CostModel, Workload, load_cost_model
 from headway.count.activations import SavedActivations, SavedBlock, shipped_activations
 from headway.count.rows import Gradient, Parameter, Row
+from headway.count.updating import RULES, trained_by_rule
 from headway.devices import named_device
+from headway.optim import Optimizer
 from headway.predict.engine import Engine
-from headway.predict.kernel_bytes import clipping_bytes, loss_bytes, update_bytes
-from headway.predict.recipe import State
+from headway.predict.kernel_bytes import clipping_bytes, loss_bytes, own_update, update_bytes
+from headway.predict.recipe import State, state_of
 from headway.predict.speeds import HEAD_SIZE, PRODUCTS, Cases, Speeds
 from headway.predict.step_time import StepTimes, StepWork, product_shape, shapes_of
 from headway.predict.weights import values_of_experts
@@ -21,7 +28,8 @@ from headway.predict.weights import values_of_experts
 SPEEDS = Speeds("mine", 100.0, Cases.exact(10.0), "", {(8, 4, 2): 50.0}, {8: (20.0, 10.0)}, host_s=0.0)
 EAGER = State(compute_bytes=4)
 ONE = Fraction(1)
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 def tiny(**changes):
@@ -252,8 +260,7 @@ def test_an_update_counts_the_bytes_of_all_its_passes():
     types = {"float32": (4, 4), "bfloat16": (2, 2), "8bit": (4, 1)}
     held = {name: State(weight_bytes=weight, moment_bytes=moment) for name, (weight, moment) in types.items()}
     one, apart = (
-        {name: update_bytes(state, 10, 20, update) for name, state in held.items()}
-        for update in ("one pass", "separate")
+        {name: update_bytes(state, 10, update) for name, state in held.items()} for update in ("one pass", "separate")
     )
     # read and written, gradients read: of weights and moments in float32 both ways
     assert one == {"float32": 280, "bfloat16": 140, "8bit": 160}
@@ -262,6 +269,66 @@ def test_an_update_counts_the_bytes_of_all_its_passes():
     took = (apart["bfloat16"] + 3 * 2 * 10) / 10 * 16.116e9 / (0.8 * 4.8e12)
     assert took == pytest.approx(0.690, rel=0.03)
     assert apart["8bit"] > one["8bit"]
+
+
+class Moved(TorchDispatchMode):
+    """Adds up the bytes that operations read and write, products left out."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result, name = func(*args, **(kwargs or {})), func._schema.name.removeprefix("aten::")
+        if func.is_view or name in ("_unsafe_view", "detach", "empty", "new_empty", "bmm", "baddbmm"):
+            return result
+        # of AdamW's fused kernel gradients are written only if they are scaled; a copy does not read what it overwrites
+        changed = [
+            value
+            for value, argument in zip(args, func._schema.arguments, strict=False)
+            if argument.alias_info
+            and argument.alias_info.is_write
+            and (name, argument.name) != ("_fused_adamw_", "grads")
+        ]
+        is_overwritten = changed and ("copy_" in name or "rand" in name)
+        read, written = bytes_of_tensors((args, kwargs)), bytes_of_tensors(changed or result)
+        self.num_bytes += read + (0 if is_overwritten else written)
+        return result
+
+
+def bytes_of_tensors(values):
+    return sum(value.nbytes for value in tree_leaves(values) if isinstance(value, torch.Tensor))
+
+
+@pytest.mark.parametrize("held", ["float32", "bfloat16", "8bit"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rule", RULES)
+def test_an_update_by_copies_is_planned_to_move_what_torch_dispatches(rule, dtype, held):
+    parameters = [torch.nn.Parameter(torch.randn(512, 512).to(dtype)) for _ in range(4)]
+    groups = [{"params": parameters, "rule": rule, "lr_factor": 1.0, "weight_decay": 0.1}]
+    optimizer = Optimizer(groups, OptimConfig(steps=1, lr=1e-3, state=held))
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()  # the first makes the states
+    with Moved() as moved:
+        optimizer.step()
+    state = State(weight_bytes=dtype.itemsize, moment_bytes={"float32": 4, "bfloat16": 2, "8bit": 1 + 4 / 256}[held])
+    planned = update_bytes(state, 4 * 512 * 512, "separate", rule)
+    assert planned == pytest.approx(moved.num_bytes, rel=0.25)
+
+
+@pytest.mark.parametrize(
+    ("setting", "is_kernel"),
+    [("state=auto", True), ("state=8bit", False), ("name=muon", False)],
+)
+def test_a_plan_prices_one_pass_only_where_the_kernel_for_it_runs(setting, is_kernel):
+    """AdamW of 16-bit numbers has a kernel on CUDA; Muon and moments of 8 bits are updated by copies."""
+    model = load_cost_model("qwen2.5-7b")
+    settings = (f"optim.{setting}", "run.dtype=bfloat16-params", "run.device=cuda")
+    config = load_config(ROOT / "recipes" / "qwen2.5-7b-text-81920.yaml", settings)
+    state = state_of(config, "bfloat16", "none")
+    updates = {rule: own_update(state, rule) for rule in trained_by_rule(model, state.rule)}
+    assert updates[state.rule] == ("one pass" if is_kernel else "separate")
 
 
 def test_clipping_moves_what_the_norm_reads_and_no_kernel_scales_on_its_way():

@@ -104,17 +104,28 @@ class UpdateRule:
         work: bytes that it works on, beside what is held from step to step.
         only_matrices: whether it is for matrices of hidden layers; AdamW then updates the rest.
         iterations: of Newton-Schulz on each matrix, three products each.
+        moved: bytes that it moves for a number beside reading gradients and reading and writing weights and moments,
+            products left out.
+        one_pass: whether a kernel updates numbers of 16 bits in one pass on CUDA; other rules copy them to float32.
     """
 
     moments: tuple[str, ...]
     work: Callable[[list[Held], UpdateOf], int]
     only_matrices: bool = False
     iterations: int = 0
+    moved: int = 0
+    one_pass: bool = False
 
 
 RULES: Mapping[str, UpdateRule] = {
-    "adamw": UpdateRule(("exp_avg", "exp_avg_sq"), adamw_bytes),
-    "muon": UpdateRule(("momentum_buffer",), muon_bytes, only_matrices=True, iterations=NEWTON_SCHULZ),
+    "adamw": UpdateRule(("exp_avg", "exp_avg_sq"), adamw_bytes, one_pass=True),
+    "muon": UpdateRule(
+        ("momentum_buffer",),
+        muon_bytes,
+        only_matrices=True,
+        iterations=NEWTON_SCHULZ,
+        moved=64,  # two means, copies to float32 and back, norms; counted as operations are dispatched, 2026-11-30
+    ),
 }
 """Rules by their names, which are those of `optim.name`."""
 
@@ -128,10 +139,18 @@ def rules_of(cost_model: CostModel, name: str) -> dict[str, str]:
 
 
 @remembered
-def num_moments(cost_model: CostModel, rule: str) -> int:
+def trained_by_rule(cost_model: CostModel, name: str) -> Mapping[str, int]:
+    """Numbers that learn, by the rule that updates them, where `optim.name` is `name`."""
+    rules, trained = rules_of(cost_model, name), Counter[str]()
+    for p in cost_model.parameters:
+        if p.trainable:
+            trained[rules[p.name]] += p.numel
+    return trained
+
+
+def num_moments(cost_model: CostModel, name: str) -> int:
     """Numbers that the optimizer keeps of the weights that learn."""
-    rules = rules_of(cost_model, rule)
-    return sum(p.numel * len(RULES[rules[p.name]].moments) for p in cost_model.parameters if p.trainable)
+    return sum(len(RULES[rule].moments) * trained for rule, trained in trained_by_rule(cost_model, name).items())
 
 
 @remembered

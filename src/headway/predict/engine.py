@@ -18,10 +18,6 @@ from headway.predict.speeds import ATTENTION_KERNELS, Speeds
 
 Update = Literal["separate", "one pass"]
 """Kernels of an optimizer for numbers in other types than float32: one for each operation, or one for all."""
-UPDATE: Update = "one pass"
-"""Kernels of `headway.optim` on CUDA (`optim.adamw`; its speed is not measured yet): one does all of it while it
-reads and writes each number once. Without Triton it is "separate": copied to float32, updated by PyTorch's fused AdamW,
-rounded and copied back."""
 FLEX = 0.87
 """Rate of FlexAttention over FlashAttention-2's: 90 % in forward, 85 % in backward.
 
@@ -36,7 +32,7 @@ class Engine:
     Attributes:
         title: name and version for people.
         settings: of the recipe, where it names none of its own.
-        update: kernels of the optimizer.
+        update: kernels of the optimizer; None for Headway's own, which its rule and the types of its numbers decide.
         attention: kernel of attention, as the table of devices names it, or "flex"; None for `speed.attention`.
         fuses_loss: whether one kernel makes the loss and its slopes of logits; None for what the recipe's kernels do.
         sorts_rows: whether rows for experts are sorted and added up by PyTorch's kernels, as Headway does; else the
@@ -53,7 +49,7 @@ class Engine:
 
     title: str
     settings: Mapping[str, Any] = field(default_factory=dict)
-    update: Update = UPDATE
+    update: Update | None = "one pass"
     attention: str | None = None
     fuses_loss: bool | None = None
     sorts_rows: bool = True
@@ -109,7 +105,7 @@ class Engine:
         return sum(values) * pack.tokens
 
 
-HEADWAY = Engine("headway train")
+HEADWAY = Engine("headway train", update=None)
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from headway.count import CostModel
 from headway.count.units import head_features, head_parameter
+from headway.count.updating import RULES
 from headway.predict.activations import BFLOAT16, FLOAT32
 from headway.predict.engine import Update
 from headway.predict.recipe import State
@@ -32,24 +33,35 @@ TOP_K_S = 8.5e-9
 """Time of finding a slot's experts among its router's scores [s]."""
 
 
-def update_bytes(state: State, trained: int, moments: int, update: Update) -> float:
-    """Count the bytes that an update moves, in all its passes.
+def own_update(state: State, rule: str) -> Update:
+    """Kernels by which `headway.optim` updates numbers in other types than float32, by the rule that updates them.
+
+    >>> [own_update(State(moment_bytes=held, one_pass=True), "adamw") for held in (2, 1)]
+    ['one pass', 'separate']
+    """
+    makes_one_pass = state.one_pass and RULES[rule].one_pass and state.moment_bytes >= BFLOAT16
+    return "one pass" if makes_one_pass else "separate"
+
+
+def update_bytes(state: State, trained: int, update: Update, rule: str = "adamw") -> float:
+    """Count the bytes that an update moves, in all its passes, beside Muon's products.
 
     Args:
         state: dtypes of weights, gradients and moments.
-        trained: weights that learn.
-        moments: of them.
+        trained: weights that learn by the rule.
         update: how the optimizer computes.
+        rule: of updating.
 
-    >>> update_bytes(State(weight_bytes=2, moment_bytes=2), 1, 2, "one pass")
+    >>> update_bytes(State(weight_bytes=2, moment_bytes=2), 1, "one pass")
     14
-    >>> update_bytes(State(weight_bytes=2, moment_bytes=2), 1, 2, "separate")
+    >>> update_bytes(State(weight_bytes=2, moment_bytes=2), 1, "separate")
     160
     """
+    moments = trained * len(RULES[rule].moments)
     if update == "one pass":
         return 3 * state.weight_bytes * trained + 2 * state.moment_bytes * moments
-    # AdamW in float32, of which weights and moments are read and written, gradients read
-    num_bytes = FLOAT32 * (3 * trained + 2 * moments)
+    # in float32, of which weights and moments are read and written, gradients read
+    num_bytes = FLOAT32 * (3 * trained + 2 * moments) + RULES[rule].moved * trained
     if state.weight_bytes < FLOAT32:
         copied = state.weight_bytes + FLOAT32
         num_bytes += (copied + COPIED * copied + ROUNDED) * trained

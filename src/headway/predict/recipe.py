@@ -162,7 +162,7 @@ def state_of(config: TrainConfig, precision: Precision, recompute: str) -> State
         average_every=1 if config.optim.ema is None else config.optim.ema.every,
         float8=config.run.dtype == "float8",
         offload=config.parallel.offload,
-        one_pass=not config.run.device.startswith("cpu"),
+        one_pass=not (config.parallel.offload or config.run.device.startswith("cpu")),
         accumulates=config.optim.accumulation > 1,
         recompute=recompute,
         fused=config.speed.is_fused(config.run.device),

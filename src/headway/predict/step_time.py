@@ -21,7 +21,7 @@ from headway.count.recompute import result_kind, with_head
 from headway.count.rows import Row
 from headway.count.step_facts import flops_on_padding
 from headway.count.units import block_of, chosen_blocks, remembered
-from headway.count.updating import NEWTON_SCHULZ, RULES, num_moments
+from headway.count.updating import NEWTON_SCHULZ, RULES, trained_by_rule
 from headway.predict.activations import BFLOAT16, FLOAT32, attentions
 from headway.predict.communication import Exchanges, Links, exposed_s
 from headway.predict.engine import HEADWAY, Engine
@@ -31,6 +31,7 @@ from headway.predict.kernel_bytes import (
     TOP_K_S,
     clipping_bytes,
     loss_bytes,
+    own_update,
     update_bytes,
 )
 from headway.predict.recipe import State
@@ -412,8 +413,10 @@ class StepTimes:
     def _optimizer_s(self, work: StepWork, state: State) -> Cases:
         """Time of an update: the bytes that it reads and writes, and Muon's products."""
         # gradients are read for their norm and scaled; then the update reads and writes what it is about
-        trained, moments, update = self._trained, num_moments(self._cost_model, state.rule), self._engine.update
-        num_bytes = clipping_bytes(state, trained, update) + update_bytes(state, trained, moments, update)
+        num_bytes = 0.0
+        for rule, trained in trained_by_rule(self._cost_model, state.rule).items():
+            update = self._engine.update or own_update(state, rule)
+            num_bytes += clipping_bytes(state, trained, update) + update_bytes(state, trained, update, rule)
         # the moving average is read and written, and the weights read for it, at some of the steps
         if state.averaged:
             num_bytes += (2 * FLOAT32 + state.weight_bytes) * self._trained / state.average_every
