@@ -1,6 +1,6 @@
 # make demo   set up, then train the digits model and print its accuracy and MFU (minutes)
 # make check  set up, then lint, types and the fastest tests (two minutes, three the first time)
-# make test   set up, then the tests, those marked slow left out (6 to 13 minutes on two cores); .ci/run runs these too
+# make test   set up, then the tests, those marked slow left out; .ci/run runs the same tests
 # make test-long  set up, with transformers 4 beside it in .transformers4, then every test, laws over all their cases, and ten times as many examples of properties (hours)
 # make test-oldest  set up .venv-oldest, then the core of the suite with the oldest supported versions (five minutes)
 # make test-browser  set up, then the tests that open pages in headless Chromium (two minutes)

@@ -179,7 +179,6 @@ main()
 """
 
 
-@pytest.mark.slow
 def test_a_made_up_kind_of_input_is_counted_read_packed_and_typed(tmp_path):
     import numpy as np
 

@@ -14,7 +14,7 @@ WAYS = ["ddp", "fsdp2", "fsdp1", "accelerate", "transformers_trainer", "lightnin
 WAYS_TO_SHARE = ["pairs_in_a_row", "pairs_apart", "without_names", "with_fsdp", "said"]
 WAYS_TO_SHARE += ["trainer", "accelerated", "lightning_trainer"]
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow]
+pytestmark = pytest.mark.dist
 
 
 def run_ranks(script, number, folder):
@@ -46,6 +46,7 @@ def test_two_ranks_cost_what_one_costs(measured, way):
     assert min(run["rank_flops"]) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS_TO_SHARE)
 def test_a_batch_that_two_of_four_ranks_share_is_counted_once(shared, way):
     run = shared[way]
@@ -55,6 +56,7 @@ def test_a_batch_that_two_of_four_ranks_share_is_counted_once(shared, way):
     assert (run["rank_flops"][0] == run["rank_flops"][1]) is in_a_row  # each is billed its share of the batch
 
 
+@pytest.mark.slow
 def test_a_stage_of_a_pipeline_is_billed_what_it_runs_and_tokens_are_counted_once(shared):
     """The stages' FLOPs add up to the model's; the last one has the head, so that it has more."""
     run = shared["pipelined"]
@@ -67,12 +69,14 @@ def test_a_stage_of_a_pipeline_is_billed_what_it_runs_and_tokens_are_counted_onc
     assert (first, first + last) == (2 * half, 2 * step.total)
 
 
+@pytest.mark.slow
 def test_ranks_of_fsdp_have_batches_of_their_own_whatever_their_mesh_is_called(shared):
     for run in shared["own_rows"]:
         assert (run["total"], run["tokens"]) == (trace(tiny()).count(Workload(LENGTHS)).total, sum(LENGTHS))
         assert len(set(run["rank_flops"])) == 4
 
 
+@pytest.mark.slow
 def test_groups_that_ranks_cannot_form_and_sequences_that_are_cut_are_refused(shared):
     assert shared["refused"] == "batch_ranks=3 does not divide the 4 ranks of this run into groups."
     cut = shared["cut_sequences"]
@@ -81,6 +85,7 @@ def test_groups_that_ranks_cannot_form_and_sequences_that_are_cut_are_refused(sh
     assert cut["total"] == trace(tiny()).count(Workload([8] * 4)).total
 
 
+@pytest.mark.slow
 def test_ranks_that_trace_other_shapes_add_up(tmp_path):
     run = run_ranks("diffusing_ranks.py", 3, tmp_path)
     assert run["rank_flops"] == run["counted"]

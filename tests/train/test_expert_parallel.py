@@ -23,7 +23,6 @@ def weights(folder):
 
 
 @pytest.mark.dist
-@pytest.mark.slow
 def test_a_run_is_that_of_one_process(raw, mixture, tmp_path):
     raw["model"]["path"] = str(mixture)
     raw["data"]["strategy"] = "best_fit"  # the others mind how many processes there are

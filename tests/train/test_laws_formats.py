@@ -119,10 +119,12 @@ def test_four_formats_mixed_by_weight_teach_a_model_to_read(tmp_path, reader, so
     assert summary.last_loss < 0.9 * math.log(10) / 2
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "stream",
-    [pytest.param(None, id="indexed"), pytest.param({"lanes": 4, "shuffle": 16}, id="stream")],
+    [
+        pytest.param(None, id="indexed"),
+        pytest.param({"lanes": 4, "shuffle": 16}, id="stream", marks=pytest.mark.slow),
+    ],
 )
 def test_four_formats_mixed_by_epochs_are_read_to_the_end(tmp_path, reader, sources, stream):
     """100, 200, 50 and 300 samples, all of them once they have ended."""

@@ -42,7 +42,6 @@ def what_was_trained(folder):
     return [{name: record.get(name) for name in kept} for record in read_metrics(folder / "metrics.jsonl")]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stream", "kills"), [(None, [(8, 20)]), pytest.param(STREAM, [(6, 10), (12, 20)], marks=pytest.mark.long)]
 )

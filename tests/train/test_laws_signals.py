@@ -26,7 +26,7 @@ SEED, STEPS, EVERY = 30, 24, 2
 SIGNALS = ("SIGKILL", "SIGTERM", "SIGUSR1", "SIGHUP", "SIGINT")
 MOMENTS = ("step", "checkpoint", "export", "last export")
 CODES = {"SIGTERM": 0, "SIGUSR1": 0, "SIGHUP": 0, "SIGINT": 130}  # of a run that stops after its step
-pytestmark = [pytest.mark.dist, pytest.mark.slow]
+pytestmark = pytest.mark.dist
 
 
 def is_writing(folder, kind):
@@ -108,7 +108,7 @@ def cases():
             ranks = rng.choice((1, 3))
             hit = rng.choice((*range(ranks), None))  # None is all of them
             step = rng.randrange(3, STEPS - 6) if name != "last export" else STEPS - 1
-            often = (name, number) in {("step", "SIGUSR1"), ("checkpoint", "SIGKILL")}
+            marks = {("checkpoint", "SIGKILL"): (), ("step", "SIGUSR1"): pytest.mark.slow}
             if name == "last export":
                 hit = 0  # the others have ended, or end, without waiting for it
             drawn.append(
@@ -118,7 +118,7 @@ def cases():
                     ranks,
                     hit,
                     step,
-                    marks=() if often else pytest.mark.long,
+                    marks=marks.get((name, number), pytest.mark.long),
                     id=f"{number}-{name}-{ranks}",
                 )
             )
