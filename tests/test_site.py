@@ -221,7 +221,7 @@ def test_a_search_in_the_browser_leads_to_the_row_of_the_glossary(site, browser)
 @pytest.mark.parametrize("width", [375, 1280])
 @pytest.mark.parametrize(
     "page",
-    ["index", "tutorial", "what-the-numbers-mean", "configuration", "reference/records", "reference/api/headway"],
+    ["index", "tutorial", "what-the-numbers-mean", "settings", "reference/records", "reference/api/headway"],
 )
 def test_a_page_fits_the_window_and_asks_no_other_host(page, width, site, browser):
     browser.show(f"file://{site}/{page}.html", width=width)

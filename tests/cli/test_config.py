@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_the_page_of_settings_is_what_the_command_prints(headway):
-    assert headway("config", "--markdown").out == (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
+    assert headway("config", "--markdown").out == (ROOT / "docs/settings.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])

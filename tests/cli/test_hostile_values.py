@@ -15,7 +15,7 @@ from helpers.folders import QUESTIONS, picture, picture_reader
 
 QUESTION = {"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": QUESTIONS[0]}]}
 ANSWER = {"role": "assistant", "content": "two"}
-# one honest row of each form that docs/data.md names
+# one honest row of each form that docs/data-formats.md names
 ROWS = [
     {"messages": [QUESTION, ANSWER]},
     {"messages": [{"role": "user", "content": QUESTIONS[0]}, ANSWER, QUESTION, {**ANSWER, "weight": 0}], "tools": []},

@@ -114,7 +114,7 @@ def repository_pages() -> dict[str, str]:
         for path in sorted((ROOT / "recipes").glob("*.yaml"))
     ]
     head = "# Recipes as files\n\n    headway train recipes/NAME.yaml --dry-run"
-    says = "[Recipes](../recipes.md) says what each of them is."
+    says = "[Recipes](../train.md#recipes) says what each of them is."
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     install = "# Install" + readme.partition("\n## Install")[2].partition("\n## ")[0]
     pages["reference/install"] = relinked(install, ROOT / "README.md", "reference/install")

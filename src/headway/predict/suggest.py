@@ -343,7 +343,7 @@ def _comments(
         "model.lora": f"all weights would not fit {planned.device.title}" if planned and planned.device else "adapters",
         "model.base": "frozen weights in 4 bits, as in bfloat16 they would not fit (QLoRA)",
         "data": f"{lengths}.",
-        "data.train": "each row becomes a sample; docs/data.md has the forms",
+        "data.train": "each row becomes a sample; docs/data-formats.md has the forms",
         "data.tokens_per_pack": f"one micro-batch: about {samples_per_pack:,.0f} samples without padding [tokens]",
         "data.overlong": f"{format_count(over)} samples are longer ({format_share(over / len(lengths.tokens))})",
         "data.eval": "samples that are not trained on",

@@ -1,4 +1,4 @@
-"""An index's rows as Parquet, one for each row of the source, in its order; docs/length-index.md has the columns."""
+"""An index's rows as Parquet, one for each row of the source, in its order; docs/data-formats.md has the columns."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path

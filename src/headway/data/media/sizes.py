@@ -99,7 +99,7 @@ class MediaSizes:
         if not hasattr(rules, "with_settings"):  # a processor whose rules Headway does not know lacks the method
             raise ConfigError(
                 f"{_listed(wanted)} cannot take effect: no videos of this model are read ({type(processor).__name__}). "
-                "Leave it out; docs/media.md lists what is read."
+                "Leave it out; docs/data.md lists what is read."
             )
         own = {name.removeprefix("video_"): value for name, value in wanted.items()}
         changed = rules.with_settings(**own)

@@ -34,8 +34,8 @@ _WORD = re.compile(rf"{_JOINED}|[A-Z]?[a-z]+|[A-Z]+")
 _TO_OTHERS = ("weight", "weights")  # turns of other roles have these keys as well, without a meaning
 
 _PAIR = (
-    "it is of a preference, as DPO and ORPO learn from, and the row lacks what else it takes for one (docs/data.md has "
-    "the layouts), so that training would take a single answer for the right one"
+    "it is of a preference, as DPO and ORPO learn from, and the row lacks what else it takes for one "
+    "(docs/data-formats.md has the layouts), so that training would take a single answer for the right one"
 )
 REFUSED_COLUMNS = {
     **dict.fromkeys(("chosen", "rejected", "rejected_response", "rejected_messages", "rejected_images"), _PAIR),

@@ -407,7 +407,7 @@ def _refuse_cuts(part: dict[str, Any]) -> None:
     if cut is not None:
         raise DataError(
             f'"{cut}" is {shortened(settings[cut])}, but media are read whole, in the sizes and at the rate that the '
-            "model's folder, the run or a source sets (data.max_pixels and others, docs/media.md). Cut the file "
+            "model's folder, the run or a source sets (data.max_pixels and others, docs/data.md). Cut the file "
             "beforehand, or remove the key."
         )
 

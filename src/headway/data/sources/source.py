@@ -88,8 +88,8 @@ class Shard:
             f"{empty} of its first rows have no text, which is null, and are left out": empty,
             f"its words begin with {opening!r}, as a chat template writes them, and the model's template is put around "
             "them once more. Give rendered texts in the text column, or chats as they are (docs/data.md)": opening,
-            f"{listed(sorted(unread))} {'are' if len(unread) > 1 else 'is'} not looked at (docs/data.md has the keys "
-            "that are)": unread,
+            f"{listed(sorted(unread))} {'are' if len(unread) > 1 else 'is'} not looked at "
+            "(docs/data-formats.md has the keys that are)": unread,
         }
         return [note for note, is_so in notes.items() if is_so]
 
@@ -112,7 +112,7 @@ class Shard:
                 if brightest is not None and brightest < _DIM:
                     return (
                         f"{sample.origin}: no pixel of the 16-bit grey image {media} is above {brightest:,} of 65,535, "
-                        "so the model sees it nearly black (docs/media.md). Scale such images to their own range"
+                        "so the model sees it nearly black (docs/data.md). Scale such images to their own range"
                     )
         return None
 
