@@ -34,14 +34,14 @@ def test_pages_from_elsewhere_in_the_repository_have_no_broken_link(page):
 
 
 def test_links_lead_from_a_page_of_the_repository_to_the_same_in_the_site():
-    readme = "[a](docs/planning.md#the-lines) [docs/planning.md](docs/planning.md) [b](recipes) [c](src/headway/hub.py)"
+    readme = "[a](docs/plan.md#the-lines) [docs/plan.md](docs/plan.md) [b](recipes) [c](src/headway/hub.py)"
     assert relinked(readme, ROOT / "README.md", "index") == (
-        "[a](planning.md#the-lines) [Memory, time, cost, scale, tune](planning.md) [b](reference/recipes.md) "
+        "[a](plan.md#the-lines) [Plan a run](plan.md) [b](reference/recipes.md) "
         "[c](../src/headway/hub.py)"
     )
-    result = "[a](../README.md) [b](../../docs/planning.md) [c](https://example.org)"
+    result = "[a](../README.md) [b](../../docs/plan.md) [c](https://example.org)"
     assert relinked(result, ROOT / "benchmarks/results/x.md", "reference/benchmarks/x") == (
-        "[a](../benchmarks.md) [b](../../planning.md) [c](https://example.org)"
+        "[a](../benchmarks.md) [b](../../plan.md) [c](https://example.org)"
     )
 
 
@@ -95,7 +95,7 @@ def test_every_key_of_a_record_is_told_and_explained_on_the_page_of_records():
     assert None not in record.values()
     page = record_page()
     assert all(f"| `{key}` |" in page for key in record)
-    told = (DOCS / "metering.md").read_text(encoding="utf-8")
+    told = (DOCS / "record.md").read_text(encoding="utf-8")
     assert [key for key in record if not key.endswith(("_per_device", "_smoothed")) and f"`{key}`" not in told] == []
 
 
@@ -221,7 +221,7 @@ def test_a_search_in_the_browser_leads_to_the_row_of_the_glossary(site, browser)
 @pytest.mark.parametrize("width", [375, 1280])
 @pytest.mark.parametrize(
     "page",
-    ["index", "tutorial", "what-the-numbers-mean", "settings", "reference/records", "reference/api/headway"],
+    ["index", "tutorial", "why-mfu-differs", "settings", "reference/records", "reference/api/headway"],
 )
 def test_a_page_fits_the_window_and_asks_no_other_host(page, width, site, browser):
     browser.show(f"file://{site}/{page}.html", width=width)

@@ -15,7 +15,7 @@ from helpers.cases import some
 
 # configurations of models that do not ship, with the sizes that their makers' repositories give
 UNSHIPPED = json.loads(Path(__file__).with_name("published_models.json").read_text(encoding="utf-8"))
-PAGE = Path(__file__).parents[2] / "docs" / "published-figures.md"
+PAGE = Path(__file__).parents[2] / "benchmarks" / "results" / "published_figures_202611.md"
 _, _SHIPPED, _UNSHIPPED, *_ = PAGE.read_text(encoding="utf-8").split("\n## ")
 
 

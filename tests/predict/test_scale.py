@@ -57,7 +57,7 @@ def test_fewer_steps_of_many_ranks_say_the_same(monkeypatch):
     at_length = predicted(recipe(), 1024)
     monkeypatch.setattr("headway.predict.lengths._MANY_SAMPLES", 1)
     shortly = predicted(recipe(), 1024)
-    assert (at_length.planned_steps, shortly.planned_steps) == (16, 4)  # the bound is that of docs/planning.md
+    assert (at_length.planned_steps, shortly.planned_steps) == (16, 4)  # the bound is that of docs/plan.md
     assert shortly.time.step_s == pytest.approx(at_length.time.step_s, rel=5e-3)
     assert shortly.packs.report.fill == pytest.approx(at_length.packs.report.fill, rel=5e-3)
     assert shortly.packs.report.balance == pytest.approx(at_length.packs.report.balance, rel=1e-2)

@@ -35,7 +35,7 @@ def take(folder, first, last, *, lost=None, **given):
 
 
 def chain_of(steps):
-    """As docs/metering.md says: BLAKE2b of the digest before and the five fields, as a JSON list."""
+    """As docs/record.md says: BLAKE2b of the digest before and the five fields, as a JSON list."""
     chain = ""
     for step in steps:
         row = record(step)

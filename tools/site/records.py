@@ -24,7 +24,7 @@ print(next(read_records(Path("runs/digits/run/metrics.jsonl"))))  # one record, 
 
 Schema version {version}. These are the keys that every step record has, whoever writes it, each with the type of its
 value in JSON and its meaning; a value that is not known is `null`. A record is of a window: consecutive steps of all
-ranks. [The record of a step](../metering.md#the-record-of-a-step) says how they add up and what `headway train` adds.
+ranks. [The record of a step](../record.md#the-record-of-a-step) says how they add up and what `headway train` adds.
 """
 # What the end of a key says of the quantity before it.
 _ENDINGS = {

@@ -54,7 +54,7 @@ class RunConfig(Section):
     trackers: Annotated[tuple[str, ...], FREE_ON_RESUME] = Field(
         default=(),
         description="Where records go besides metrics.jsonl: 'tensorboard:FOLDER', 'wandb:PROJECT', 'mlflow:URI', ...; "
-        "docs/metering.md lists them",
+        "docs/measure.md lists them",
     )
     profile: Annotated[ProfileConfig | None, FREE_ON_RESUME] = Field(
         default=None, description="Steps to profile; null for those that run.auto_profile chooses"
@@ -142,7 +142,7 @@ class PlanConfig(Section):
     engine: str = Field(
         default="headway",
         description="Code that runs the recipe: headway, or another tool's engine with its kernels and rates, such as "
-        "megatron or automodel (docs/planning.md lists them)",
+        "megatron or automodel (docs/plan-accuracy.md lists them)",
     )
     power_w: float | None = Field(
         default=None,

@@ -1,6 +1,6 @@
 """A run's records as waterfalls: the evidence of its counters on every step, without a trace.
 
-Records are those of `headway train`, `Meter` and every integration (docs/metering.md): one of each step, or of each
+Records are those of `headway train`, `Meter` and every integration (docs/record.md): one of each step, or of each
 window of steps, of all ranks together.
 """
 

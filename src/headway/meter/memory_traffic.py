@@ -1,6 +1,6 @@
 """MBU: the bytes that a step must move at least, over the bytes that the memory could have moved in its time.
 
-What is counted, and why it is a lower bound, is in docs/metering.md.
+What is counted, and why it is a lower bound, is in docs/record.md.
 """
 
 import functools

@@ -51,7 +51,7 @@ def check_loops(runs: Sequence[Recorder], tokens: Sequence[int]) -> None:
             raise TraceError(
                 f"module {path or '(the model)'} runs {counts[0]} elementwise operations on {tokens[0]} tokens and "
                 f"{counts[-1]} on {tokens[-1]}: it loops over them one by one, a recurrence that no known formula "
-                "explains. Known are the functions that docs/recurrences.md lists; call one of them."
+                "explains. Known are the functions that docs/counting.md lists; call one of them."
             )
 
 

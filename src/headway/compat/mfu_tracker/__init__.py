@@ -1,6 +1,6 @@
 """The calls on mfu-tracker's page, under their names, over Headway's meter, peaks and tracing.
 
-`from mfu_tracker import track` becomes `from headway.compat.mfu_tracker import track`; `docs/mfu-tracker.md` says where
+`from mfu_tracker import track` becomes `from headway.compat.mfu_tracker import track`; `docs/measure.md` says where
 the numbers differ.
 """
 

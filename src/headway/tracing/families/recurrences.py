@@ -9,7 +9,7 @@ of them compute costs a fixed amount per token:
     S_t = S_t + k_t u_t^T                    write: u_t is v_t where there is no delta rule
     o_t = S_t^T q_t                          read the state at the query
 
-docs/recurrences.md derives each family's formula from its paper and says how others count.
+docs/counting.md derives each family's formula from its paper and says how others count.
 
 The same recurrence has a PyTorch fallback in transformers and a kernel in flash-linear-attention or `mamba_ssm`; which
 one a model calls depends on what is installed. Each is known here by its name, with a stand-in that takes its arguments
