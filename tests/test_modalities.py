@@ -7,8 +7,6 @@ own: readings of a sensor, of 3 values each, of which a model merges 4 into a to
 import subprocess
 import sys
 
-import pytest
-
 from helpers.processes import ROOT
 
 ROW = """
@@ -115,7 +113,6 @@ USE = """
 import json
 import sys
 
-import pytest
 
 import row
 import read_and_encode

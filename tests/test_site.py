@@ -36,8 +36,7 @@ def test_pages_from_elsewhere_in_the_repository_have_no_broken_link(page):
 def test_links_lead_from_a_page_of_the_repository_to_the_same_in_the_site():
     readme = "[a](docs/plan.md#the-lines) [docs/plan.md](docs/plan.md) [b](recipes) [c](src/headway/hub.py)"
     assert relinked(readme, ROOT / "README.md", "index") == (
-        "[a](plan.md#the-lines) [Plan a run](plan.md) [b](reference/recipes.md) "
-        "[c](../src/headway/hub.py)"
+        "[a](plan.md#the-lines) [Plan a run](plan.md) [b](reference/recipes.md) [c](../src/headway/hub.py)"
     )
     result = "[a](../README.md) [b](../../docs/plan.md) [c](https://example.org)"
     assert relinked(result, ROOT / "benchmarks/results/x.md", "reference/benchmarks/x") == (

@@ -11,7 +11,7 @@ from torch import nn
 
 from headway.errors import ConfigError, TrainingError
 from headway.models.head import ChunkedLoss, model_with_loss, what_follows
-from headway.models.losses import AfterHead
+from headway.models.losses import AfterHead, Task
 from helpers.models import RECURRENT_FAMILIES, TEXT_FAMILIES, tiny_config
 
 LENGTH = 23
@@ -72,6 +72,25 @@ def check_equal(model, chunk, per=11):
 @pytest.mark.parametrize("chunk", [1, 8, LENGTH, 100, None])
 def test_losses_and_gradients_are_those_of_whole_logits(chunk):
     check_equal(build(tiny_config("qwen3")), chunk)
+
+
+@pytest.mark.parametrize("chunk", [8, None])
+def test_factors_that_are_known_beforehand_are_in_gradient_and_losses_and_cost_no_second_head(chunk, monkeypatch):
+    """Factors of 1 over the targets of a sample make the loss a mean over samples, as by PyTorch's own functions."""
+    model, (inputs, labels_T) = build(tiny_config("qwen3")), pack()
+    other = copy.deepcopy(model)
+    factor_T = torch.rand(LENGTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    losses_T = F.cross_entropy(model(**inputs).logits[0], labels_T, ignore_index=-100, reduction="none") * factor_T
+    (losses_T.sum() / 3).backward()
+    parts, chunks = [], Task.chunks
+    monkeypatch.setattr(Task, "chunks", lambda task: parts.append(task) or chunks(task))
+    found = model_with_loss(other, chunk=chunk)(inputs, labels_T, per=3, factor_T=factor_T)
+    found.total.backward()
+    assert len(parts) == (chunk is not None)
+    torch.testing.assert_close(found.loss_T, losses_T.detach(), rtol=1e-12, atol=0.0)
+    wanted, got = gradients(model), gradients(other)
+    for name, gradient in wanted.items():
+        assert torch.allclose(got[name], gradient, rtol=1e-9, atol=1e-12), name
 
 
 @pytest.mark.parametrize("config", [tiny_config("qwen3_tied"), gemma2(), granite()], ids=lambda c: c.model_type)

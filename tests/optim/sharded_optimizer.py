@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from headway.config import OptimConfig
 from headway.config.optim import EmaConfig
+from headway.count.updating import RULES
 from headway.models.load import load_model
 from headway.optim import Optimizer, WeightAverage, make_optimizer, set_learning_rate
 from headway.tracing import trace
@@ -74,7 +75,7 @@ def copies():
     count = dist.get_world_size()
     flat, both = init_device_mesh("cpu", (count,)), init_device_mesh("cpu", (2, count // 2))
     layouts = [(flat, [Shard(0)]), (both, [Replicate(), Shard(0)]), (both, [Replicate(), Replicate()])]
-    for rule in ("adamw", "muon"):
+    for rule in RULES:
         parts = [
             nn.Parameter(distribute_tensor(torch.randn(shape).bfloat16(), mesh, placements))
             for shape in ((37, 15), (5, 23), (3, 40))

@@ -7,6 +7,7 @@ from torchao.optim.quant_utils import create_dynamic_map
 from torchao.optim.subclass_8bit import OptimState8bit
 
 from headway.config import OptimConfig
+from headway.count.updating import RULES
 from headway.models.load import load_model
 from headway.optim import Optimizer, make_optimizer
 from headway.optim.parts import block_size, code_table, round_stochastically_
@@ -102,7 +103,7 @@ def test_a_parameter_in_bfloat16_learns_from_steps_below_its_own():
     assert parameter.double().mean().item() == pytest.approx(1 - 50e-4, abs=2e-4)
 
 
-@pytest.mark.parametrize("name", some(["adamw", "muon"], "adamw".__eq__))
+@pytest.mark.parametrize("name", some(RULES, "adamw".__eq__))
 @pytest.mark.parametrize(("held", "tolerance"), some([("bfloat16", 0.01), ("8bit", 0.03)], ("8bit", 0.03).__eq__))
 def test_training_with_held_moments_goes_as_with_full_ones(name, held, tolerance):
     config = tiny_config("qwen3")

@@ -6,6 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from headway.config import OptimConfig
 from headway.config.optim import EmaConfig, MuonConfig
+from headway.count.updating import RULES
 from headway.optim import Optimizer, WeightAverage, parts
 from headway.optim.optimizer import take_step
 from helpers.cases import some
@@ -20,7 +21,6 @@ KINDS = [  # dtype of the parameters, how moments are held
     (torch.bfloat16, "8bit"),
 ]
 OFTEN = [(torch.float32, None), (torch.float32, "8bit"), (torch.bfloat16, "float32")]
-RULES = ["adamw", "muon"]
 
 
 def parameters_of(rule, dtype, shapes=SHAPES):

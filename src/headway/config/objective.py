@@ -42,7 +42,7 @@ class ObjectiveSection(Section):
 
     @property
     def weighs_slots(self) -> bool:
-        """True if slots are weighed by what all losses of their pack are, for which chunks of logits are made twice."""
+        """True if the factor on a slot's loss follows from the other losses of its pack: the head then runs twice."""
         return False
 
     @property

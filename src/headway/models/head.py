@@ -45,7 +45,7 @@ class PackLoss(NamedTuple):
 
     Attributes:
         total: their sum [nats] divided by `per`, a scalar to differentiate, once.
-        loss_T: each of them, 0 where a slot is not supervised [nats], without gradient.
+        loss_T: each of them, times its `factor_T`, 0 where a slot is not supervised [nats], without gradient.
         right_T: whether the most likely token is the label; None unless asked for.
     """
 
@@ -61,12 +61,21 @@ class LossOptions:
     Attributes:
         per: what the sum of the losses is divided by, such as the supervised tokens of a whole step.
         judge: whether to say which slots are right.
-        weigh: gives the factor on each slot's loss, once all are known; 1 when None.
+        factor_T: factor on each slot's loss, shape (T,); 1 when None.
+        weigh: gives the factors where they follow from the losses of all slots, for which chunks of logits are made
+            twice; the losses that come back are without it.
     """
 
     per: int = 1
     judge: bool = False
+    factor_T: torch.Tensor | None = None
     weigh: Weigh | None = None
+
+    def pack_loss(self, loss_T: torch.Tensor, right_T: torch.Tensor | None) -> PackLoss:
+        """Weigh, sum and divide losses that have a gradient."""
+        logged_T = loss_T if self.factor_T is None else loss_T * self.factor_T
+        weighed_T = logged_T if self.weigh is None else loss_T * self.weigh(loss_T.detach())
+        return PackLoss(weighed_T.sum() / self.per, logged_T.detach(), right_T)
 
 
 class ModelWithLoss(ABC):
@@ -86,10 +95,11 @@ class ModelWithLoss(ABC):
         *,
         per: int = 1,
         judge: bool = False,
+        factor_T: torch.Tensor | None = None,
         weigh: Weigh | None = None,
     ) -> PackLoss:
         """Run the model on a pack; see `run`, and `LossOptions` for the rest."""
-        return self.run(inputs, labels_T, LossOptions(per, judge, weigh))[0]
+        return self.run(inputs, labels_T, LossOptions(per, judge, factor_T, weigh))[0]
 
     @abstractmethod
     def run(self, inputs: dict[str, Any], labels_T: torch.Tensor, options: LossOptions) -> tuple[PackLoss, Any]:
@@ -139,8 +149,7 @@ class WholeLogits(ModelWithLoss):
         wide = torch.promote_types(logits_TV.dtype, torch.float32)
         loss_T = F.cross_entropy(logits_TV.to(wide), labels_T, ignore_index=IGNORED, reduction="none")
         right_T = logits_TV.argmax(-1) == labels_T if options.judge else None
-        weighed_T = loss_T if options.weigh is None else loss_T * options.weigh(loss_T.detach())
-        return PackLoss(weighed_T.sum() / options.per, loss_T.detach(), right_T), output
+        return options.pack_loss(loss_T, right_T), output
 
 
 class ChunkedLoss(ModelWithLoss):
@@ -159,20 +168,18 @@ class ChunkedLoss(ModelWithLoss):
         self._plain_forward = layer.forward
         self._after = after or what_follows(model, layer)
         self._task: Task | None = None
-        self._weigh: Weigh | None = None
+        self._options = LossOptions()
         self._losses: list[PackLoss] = []
         layer.forward = self._forward
 
     def run(self, inputs: dict[str, Any], labels_T: torch.Tensor, options: LossOptions) -> tuple[PackLoss, Any]:
         """Run the model; see `ModelWithLoss`.
 
-        Where losses are weighed, the chunks' logits are computed twice: the factors depend on all losses of a pack.
-
         Raises:
             TrainingError: the model does not call its output layer once, with a hidden state for each label.
         """
-        self._task, self._losses = Task(labels_T, options.per, self._chunk, self._after, options.judge), []
-        self._weigh = options.weigh
+        self._options, self._losses = options, []
+        self._task = Task(labels_T, options.per, self._chunk, self._after, options.judge, options.factor_T)
         try:
             output = self.model(**inputs)
         finally:
@@ -197,14 +204,15 @@ class ChunkedLoss(ModelWithLoss):
             )
         parameters = tuple(self._layer.parameters())
         hidden_TH, task = hidden_1TH.flatten(0, -2), self._task
-        if self._weigh is not None:
+        if self._options.weigh is not None:
             # A first pass for the losses alone; a second makes gradients with the factors that follow from them.
             with torch.no_grad():
                 losses = self._compute(task)(hidden_TH.detach(), False, (False,) * len(parameters))
-            task = replace(task, factor_T=self._weigh(losses.loss_T))
+            task = replace(task, factor_T=self._options.weigh(losses.loss_T))
         summed: Any = SummedLoss.apply  # torch leaves it untyped
         total, zeros_1T1, loss_T, right_T = summed(self._compute(task), task, hidden_TH, *parameters)
-        self._losses.append(PackLoss(total, loss_T, right_T))
+        factor_T = self._options.factor_T
+        self._losses.append(PackLoss(total, loss_T if factor_T is None else loss_T * factor_T, right_T))
         # No view where the model's own shape is that already: FSDP2 warns of models that return one.
         zeros: torch.Tensor = zeros_1T1 if hidden_1TH.ndim == 3 else zeros_1T1.view(*hidden_1TH.shape[:-1], 1)
         return zeros
@@ -213,7 +221,7 @@ class ChunkedLoss(ModelWithLoss):
         if self._is_linear:
             assert isinstance(self._layer, nn.Linear)
             # Liger's kernel knows no factor on a slot.
-            is_ligers = self._liger and self._weigh is None
+            is_ligers = self._liger and self._options.weigh is None and task.factor_T is None
             return liger_losses(self._layer, task) if is_ligers else linear_losses(self._layer, task)
         return module_losses(self._plain_forward, tuple(self._layer.parameters()), task)
 
@@ -251,10 +259,9 @@ class ScoreLosses(ModelWithLoss):
             )
         loss_L = -self._scores.pop()
         right_L = torch.zeros_like(loss_L, dtype=torch.bool) if options.judge else None
-        weighed_L = loss_L if options.weigh is None else loss_L * options.weigh(loss_L.detach())
         # The zero brings no gradient, but backward then passes through every module's outputs, where hooks wait for it.
-        total = weighed_L.sum() / options.per + 0.0 * output.logits.sum()
-        return PackLoss(total, loss_L.detach(), right_L), output
+        loss = options.pack_loss(loss_L, right_L)
+        return loss._replace(total=loss.total + 0.0 * output.logits.sum()), output
 
     def _forward(self, hidden_1LH: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return scores; or, while a pack is scored, keep them and return a zero for each of all its slots."""

@@ -127,11 +127,11 @@ class Task:
 
     @property
     def factor(self) -> float:
-        """Factor of the slopes of `_Results.add` for supervised slots."""
+        """Factor from a slot's slopes along its logits to gradients: the logits' scale over the loss's divisor."""
         return self.after.scale / self.per
 
     def weights(self, part: slice, dtype: torch.dtype) -> torch.Tensor:
-        """Weight of each slot's slopes beside `factor`: 0 where it is not supervised, shape (C, 1)."""
+        """Factor of each slot of a chunk beside `factor`: 0 where it is not supervised, shape (C, 1)."""
         supervised_C = self.labels_T[part] != IGNORED
         if self.factor_T is None:
             return supervised_C[:, None].to(dtype)

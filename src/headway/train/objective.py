@@ -168,7 +168,8 @@ class Objective:
 
         Args:
             batch: the pack, on the device.
-            step: that it is of; `step.share.divisor` is what the losses of all ranks are divided by.
+            step: that it is of; `step.share.divisor` is what the losses of all ranks are divided by. Give a factor on
+                each slot's loss as `factor_T` of the model with loss: gradient and logged losses both have it.
 
         Returns:
             What is differentiated, and the losses to be logged.

@@ -43,7 +43,7 @@ class Counts(NamedTuple):
     """Whole numbers by which losses are divided, of one pack or of many.
 
     Attributes:
-        units: what the mean loss of each source is over, such as targets or pairs of answers, shape (S,).
+        units: numbers by which the loss of each source is divided, such as targets or pairs, shape (S,).
         others: what further parts of the loss are means over; as many as the objective has.
     """
 

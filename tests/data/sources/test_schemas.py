@@ -566,6 +566,15 @@ def test_a_mapped_document_keeps_the_file_that_its_words_are_from_as_a_note(read
     assert unread_keys(row, reading_of(row).roles) == {"file_name"}
 
 
+def test_a_medium_in_a_column_of_its_own_goes_before_one_that_a_layout_reads_elsewhere():
+    """VLFeedback names its pictures in `img_path`; of a row that has `image` too, one was dropped without a word."""
+    completions = [{"response": text, "overall_score": score} for text, score in (("bad", 1.0), ("good", 2.0))]
+    row = {"prompt": "What?", "img_path": "a.png", "image": "b.png", "completions": completions}
+    reading = reading_of(row)
+    assert reading(row)["image"] == "b.png"
+    assert "img_path" in unread_keys(row, reading.roles)
+
+
 @pytest.mark.parametrize(
     "row",
     [

@@ -217,8 +217,8 @@ def _kind_of_media(name: str, value: Any) -> str:
     if isinstance(value, str):
         return ("://" not in value and kind_of(value)) or ""
     is_medium = isinstance(value, bytes) or (isinstance(value, dict) and media_key(value) is not None)
-    kind = "image" if name.startswith("img") else name.partition("_")[0]
-    return kind if is_medium and kind in KINDS else ""
+    kind = "image" if name.startswith("img") else next(filter(name.startswith, KINDS), "")
+    return kind if is_medium else ""
 
 
 @lru_cache(maxsize=4096)
@@ -256,7 +256,8 @@ def _resolved(
         layouts = chats
     if len(layouts) != 1:
         return layouts, {kind: own_names[name] for name, kind in paths.items()}
-    roles = dict(_roles(layouts[0], present, mapped)) | media
+    # a medium in a column of its own goes before one that the layout reads elsewhere, which is then told as unread
+    roles = {name: role for name, role in _roles(layouts[0], present, mapped) if role not in filled} | media
     roles = {name: role for name, role in roles.items() if role not in paths.values() or name not in media} | paths
     roles = {own_names[name]: role for name, role in roles.items() if name in own_names}
     table_names = {own: name for name, own in own_names.items()}

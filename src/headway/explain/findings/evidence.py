@@ -46,7 +46,7 @@ class RunStep:
     padding_ns: int = 0  # part of it that went to padding, at most [ns]
     empty_share: float = 0.0  # padding / slots, a fraction
     recomputed_ns: int = 0  # part of it that went to computing activations again, at most [ns]
-    stage: frozenset[str] = frozenset()  # sources of data that it has tokens of
+    stage: frozenset[str] = frozenset()  # sources of data that its tokens come from
     # part of it in each phase of the loop [ns]; empty where nobody looked
     phases_ns: Mapping[str, int] = field(default_factory=dict)
     # the most that the host was ahead of the device in it [ns]; None where there is no such device
@@ -56,7 +56,7 @@ class RunStep:
     places: tuple[tuple[str, str, str, int], ...] = ()
     late_rank: int | None = None  # the rank that came last to its backward; None where ranks were not compared
     late_ns: int = 0  # time by which it was later than any other [ns]
-    late_phase: str = ""  # phase by which most
+    late_phase: str = ""  # phase in which that rank lost most of `late_ns`; "" where unknown
     # about the loop, as its record has them: `optimizer`, `anomaly_mode`, `weights_dtype`
     facts: Mapping[str, Any] = field(default_factory=dict)
     loop_phases: tuple[PhaseLine, ...] = ()  # phases that the loop names

@@ -102,8 +102,7 @@ class RuleObserver(Generic[EvidenceKind]):
     # the condition, the loss and the sentences: from evidence to what is seen there; None where the evidence does not
     # tell, or tells otherwise
     look: Callable[[EvidenceKind], Observation | None]
-    # share of the time below which it stays silent: a smaller loss is not worth a change, or every run has it; 0 where
-    # the condition says all
+    # least loss that is told, a share of `time`; 0: whenever `look` sees it
     least: float
     time: TimeOf = TimeOf.STEPS  # time in which the loss lies
     place: FindingPlace = FindingPlace.CAUSE  # place of the finding

@@ -175,7 +175,7 @@ def _spread_parts(block: nn.Module, mesh: Mesh) -> list[nn.Module]:
 
 
 def _reduce_unused(model: Any) -> None:
-    """Have what the root holds of towers that this process's pack has no use for count as zero in the sums.
+    """Give parameters of towers that this pack does not use a zero gradient, so that every process joins the same sums.
 
     Without it, a process that has no gradient for such a tower would bring less to the sum than the others, which hangs
     or mixes gradients up. torch 2.11 has no setting for it, so the gradients are made before its sum looks for them.
