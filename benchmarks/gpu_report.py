@@ -16,7 +16,7 @@ import json
 import sys
 import tarfile
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +29,9 @@ from headway.explain.explanation import JobExplanation, mean_of
 from headway.explain.run_folder import newest_window
 from headway.explain.trace import read_traces
 from headway.explain.waterfall import explain
-from headway.pages.run import waterfall_section
+from headway.pages.page import RunPage
+from headway.pages.steps import time_section
 from headway.report import format_bytes, format_duration, format_share
-from headway.report.charts import bar_chart
-from headway.report.page import render as render_page
 from headway.report.section import ReportSection
 from record import RESULTS, describe_environment
 
@@ -99,7 +98,7 @@ def page(records: dict[str, list[Row]], folders: Sequence[Path]) -> str:
         cases = [case for case in record["cases"].values() if case["setup"] in SETUPS and case["case"][:5] != "smoke"]
         measured = [case for case in cases if "mfu" in case]
         predicted = {case["case"]: _predicted(record, case) for case in measured}
-        lead.append(f"{device}: {_reached(measured)}.")
+        lead += _reached(measured)
         first += [section for section in (_shares(measured, device), _rates(measured, predicted)) if section.rows]
         facts += _facts(record)
         for case in measured:
@@ -114,31 +113,26 @@ def page(records: dict[str, list[Row]], folders: Sequence[Path]) -> str:
         headings[f"Attention on {record['environment']['device']}"] = _attention(record)
     for record in records.get("meter_truth", ()):
         headings[f"The meter on {record['environment']['device']}"] = [_truth(record)]
-    return render_page(
-        "run.html.jinja",
-        name="The engine on a GPU",
-        verdict=" ".join(lead),
-        findings=(),
-        facts=facts,
-        has_goodput=False,
-        first=first,
-        legend="",
-        phases=None,
-        by_heading={heading: parts for heading, parts in headings.items() if parts},
-        notes=notes,
-        files={},
+    first.append(ReportSection("What was measured", ["what", "value"], [list(fact) for fact in facts]))
+    first.append(ReportSection("What to know of these numbers", points=notes))
+    return RunPage(
+        title="The engine on a GPU",
+        facts=[record["environment"]["device"] for record in records["engine_gpu"]],
+        tiles=ReportSection("", ["recipe", "MFU", "target"], lead),
+        folds={"All recipes": first} | {heading: parts for heading, parts in headings.items() if parts},
         numbers={"records": records},
-    )
+    ).as_html()
 
 
-def _reached(cases: Sequence[Row]) -> str:
+def _reached(cases: Sequence[Row]) -> list[list[str]]:
     """The best MFU of each recipe beside its target, and which recipes have none."""
-    parts = []
+    rows = []
     for name, setup in SETUPS.items():
         shares = [case["mfu"] for case in cases if case["setup"] == name]
-        best = f"{format_share(max(shares))} MFU" if shares else "not measured"
-        parts.append(f"{name} {best} (target {format_share(setup.target)})")
-    return ", ".join(parts)
+        rows.append(
+            [name, format_share(max(shares)) if shares else "not measured", f"target {format_share(setup.target)}"]
+        )
+    return rows
 
 
 def _facts(record: Row) -> list[tuple[str, str]]:
@@ -156,16 +150,14 @@ def _facts(record: Row) -> list[tuple[str, str]]:
 
 def _shares(cases: Sequence[Row], device: str) -> ReportSection:
     """MFU of each case beside what was estimated and what is aimed at."""
-    bars, rows = [], []
+    bars, rows = [case["mfu"] for case in cases], []
     for case in cases:
         estimate, target = ESTIMATES[case["setup"]], SETUPS[case["setup"]].target
         name = _name(case)
-        bars += [(name, case["mfu"], 0), ("estimated", estimate, 1), ("target", target, 2)]
         rows.append([name, format_share(case["mfu"]), format_share(estimate), format_share(target)])
     title = f"Useful MFU on {device}"
-    chart = _bars(title, bars, format_share)
     says = "Useful FLOPs (useful/1) over the datasheet's dense peak; estimated on 2026-11-25, by a list of operations."
-    return ReportSection(title, ["case", "measured", "estimated", "target"], rows, says, chart)
+    return ReportSection(title, ["case", "measured", "estimated", "target"], rows, says, bars=bars)
 
 
 def _rates(cases: Sequence[Row], predicted: dict[str, StepLines | None]) -> ReportSection:
@@ -189,12 +181,6 @@ def _rates(cases: Sequence[Row], predicted: dict[str, StepLines | None]) -> Repo
     return ReportSection("Steps, and MFU in four conventions", headings, rows, says)
 
 
-def _bars(title: str, bars: Sequence[tuple[str, float, int]], form: Callable[[float], str]) -> str:
-    """Bars by name, value and kind; "" of none."""
-    kinds = [kind for *_, kind in bars]
-    return bar_chart(title, [(name, value) for name, value, _ in bars], form=form, kinds=kinds) if bars else ""
-
-
 def _name(case: Row) -> str:
     """A case by its recipe and the kernels that ran, short enough for a bar."""
     attention = attention_kernel(case).removesuffix("'s ragged attention")
@@ -216,8 +202,7 @@ def _case_sections(
         notes.append(f"{case['case']}: no profile is here; engine_gpu.py takes one with --profiles")
     else:
         mean = mean_of(explanation.steps)
-        says = "By `headway explain`; each bar begins where the one before ends."
-        sections.append(waterfall_section(mean, says, "profiled steps"))
+        sections.append(time_section([mean], f"by `headway explain`, of {mean.num_steps} profiled steps"))
         findings = explanation.findings
         rows = [[f"{f.id}: {f.seen}", f"Likely: {f.cause} Try: {f.next}", format_share(f.share)] for f in findings]
         columns = ["finding", "why, and what to try", "of the step, at most"]
@@ -241,21 +226,17 @@ def explained(case: str, folders: Sequence[Path]) -> JobExplanation | None:
 def _time(case: Row, predicted: StepLines, measured: StepLines | None) -> ReportSection:
     """The plan's lines beside those of the profile, or beside the step alone."""
     plan, told = predicted.to_dict(), {} if measured is None else measured.to_dict()
-    rows, bars = [], []
+    rows = []
     for name in dict.fromkeys([*plan, *told]):
         rows.append([name, *_beside(plan.get(name, 0.0), told.get(name) if measured is None else told.get(name, 0.0))])
-        bars.append((f"{name}: predicted", max(plan.get(name, 0.0), 0.0), 1))
-        if measured is not None:
-            bars.append(("measured", max(told.get(name, 0.0), 0.0), 0))
     rows.append(["of these attention", *_beside(predicted.attention_s, measured and measured.attention_s)])
     if measured is not None:
         rows.append(["the profiled step", *_beside(predicted.step_s, measured.step_s)])
     rows.append(["a step without a profile", *_beside(predicted.step_s, case["step_s"])])
     title = "Time of a step, predicted and measured"
-    chart = _bars(title, bars, format_duration)
     headings = ["line", "predicted", "measured", "measured / predicted"]
     says = f"A tower's line has its products and attention. `headway plan` predicts the same pack: {predicted.source}."
-    return ReportSection(title, headings, rows, says, chart)
+    return ReportSection(title, headings, rows, says)
 
 
 def _beside(predicted_s: float, measured_s: float | None) -> list[str]:
@@ -272,7 +253,6 @@ def _memory(case: Row) -> ReportSection:
     parts = {name: size for name, size in plan["moments"][plan["peak_moment"]].items() if size and name != "total"}
     rows = [[name, format_bytes(size)] for name, size in parts.items()]
     rows.append([f"predicted peak, in {plan['peak_moment']}", format_bytes(plan["peak"])])
-    bars = [(name, float(size)) for name, size in parts.items()]
     if memory["allocated"] is not None:
         ours = memory["allocated"] - memory["packs"]
         rows.append(["allocated, less the packs", f"{format_bytes(ours)}"])
@@ -281,13 +261,12 @@ def _memory(case: Row) -> ReportSection:
             ["reserved, of the device", f"{format_bytes(memory['reserved'])} of {format_bytes(memory['device'])}"]
         )
     title = "Memory at the predicted peak, by part"
-    return ReportSection(title, ["part", "memory"], rows, "", bar_chart(title, bars, form=format_bytes, stacked=True))
+    return ReportSection(title, ["part", "memory"], rows)
 
 
 def _attention(record: Row) -> list[ReportSection]:
     """Rates of forward with backward by shape and kernel, and the table of all that was timed."""
-    bars, rows = [], []
-    kernels = list(dict.fromkeys(kernel for shape in record["shapes"] for kernel in shape["kernels"]))
+    rows = []
     for shape in record["shapes"]:
         for kernel, found in shape["kernels"].items():
             about = [shape["name"], f"{len(shape['lengths']):,} of at most {max(shape['lengths']):,}", kernel]
@@ -295,17 +274,13 @@ def _attention(record: Row) -> list[ReportSection]:
                 rows.append([*about, found["error"].partition("\n")[0][:120], "", "", ""])
                 continue
             rates = [found[f"{what}_flops_per_s"] for what in ("forward", "both")]
-            bars.append((f"{shape['name']}, {kernel}", rates[1] / 1e12, kernels.index(kernel)))
             times = f"{1e3 * found['both_s']:.2f} ms", f"{max(found['errors'].values()):.1e}"
             rows.append([*about, *(f"{rate / 1e12:.0f} TFLOP/s" for rate in rates), *times])
     fastest = ", ".join(f"{setup} {kernel}" for setup, kernel in fastest_kernels(record["shapes"]).items())
     says = "Rates of the work that masks leave." + (f" Fastest over a recipe's layers: {fastest}." if fastest else "")
     title = "Attention, forward with backward [TFLOP/s]"
-    chart = bar_chart(
-        title, [bar[:2] for bar in bars], form=lambda rate: f"{rate:.0f}", kinds=[kind for *_, kind in bars]
-    )
     headings = ["shape", "segments", "kernel", "forward", "with backward", "takes", "largest error"]
-    return [ReportSection(title, headings, rows, says, chart)]
+    return [ReportSection(title, headings, rows, says)]
 
 
 def _truth(record: Row) -> ReportSection:

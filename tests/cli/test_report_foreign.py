@@ -10,11 +10,29 @@ from markdown_it import MarkdownIt
 
 from headway.cli.explain import explain
 from headway.cli.report import report
-from headway.pages.comparison import compared_markdown
-from headway.pages.run import read_run, report_markdown
+from headway.pages.page import report_markdown
+from headway.pages.run import read_run
 from helpers.cases import PAYLOADS
 
-OURS = {"p", "strong", "em", "code", "h1", "h2", "ul", "ol", "li", "table", "thead", "tbody", "tr", "th", "td", "pre"}
+OURS = {
+    "p",
+    "strong",
+    "em",
+    "code",
+    "h1",
+    "h2",
+    "h3",
+    "ul",
+    "ol",
+    "li",
+    "table",
+    "thead",
+    "tbody",
+    "tr",
+    "th",
+    "td",
+    "pre",
+}
 OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
@@ -88,7 +106,7 @@ def test_markdown_of_a_hostile_run_has_no_tag_link_or_control_character(tmp_path
     seen = read_run(write_run(tmp_path / name, payload))
     other = read_run(write_run(tmp_path / "other" / name, payload))
     explain([tmp_path / name], markdown=True)
-    for text in (report_markdown(seen), compared_markdown(seen, other), capsys.readouterr().out):
+    for text in (report_markdown(seen), report_markdown(seen, other), capsys.readouterr().out):
         assert set(Tags(text).tags) <= OURS
         assert not OBEYED.search(text)
 

@@ -1,5 +1,6 @@
 import json
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -7,8 +8,8 @@ from hypothesis import strategies as st
 
 from headway.errors import ConfigError
 from headway.explain.explanation import Finding
-from headway.pages.comparison import compared_markdown
-from headway.pages.run import in_order, read_run, report_page, verdict
+from headway.pages.page import is_headline, page_of, report_markdown, report_page
+from headway.pages.run import in_order, read_run
 from helpers.pages import write_run
 from helpers.runs import read_metrics
 
@@ -31,88 +32,111 @@ def ended(run, **facts):
     return run
 
 
-def sentence(run):
-    text = verdict(read_run(run))
-    assert "\n" not in text
-    assert text.endswith(".")
-    assert not re.search(r"\bnan\b|None|\binf\b", text)
-    return text
-
-
-def test_a_good_run_says_what_it_reached_in_which_time_and_what_is_found_first(tmp_path):
+def test_a_good_run_says_in_a_line_and_six_tiles_how_it_went_and_what_to_change(tmp_path):
     run = ended(even(tmp_path / "run"))
+    made = {"model": {"class": "Qwen3ForCausalLM", "parameters": 1_459_840}, "device": {"name": "H100"}}
+    (run / "run.json").write_text(json.dumps(made))
+    (run / "goodput.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LEDGER[:2]))
     with (run / "metrics.jsonl").open("a") as file:
-        file.write('{"kind": "evaluation", "step": 20, "loss": 0.25, "exact_match": 0.974}\n')
+        file.write('{"kind": "evaluation", "step": 20, "loss": 0.25, "exact_match": 0.974, "samples": 500}\n')
+    page = page_of(read_run(run))
+    assert page.facts == ["Qwen3, 1.46 M parameters · 1 x H100 · 20 steps in 4.00 s · finished"]
     # The loss is 3 / step: of 20 steps the last tenth are two, of 0.1579 and 0.15.
-    assert sentence(run) == (
-        "The loss went from 3 to 0.1539 (0.25 on held-out samples, 97.4 % of the held-out answers exact) in 20 steps "
-        "and 10.00 s at MFU 18.0 % (median); first finding, data-bound (up to 20.0 % of the time): the step waited for "
-        "data 20.0 % of the time."
-    )
-    assert report_page(read_run(run)).index(sentence(run)) < report_page(read_run(run)).index("<svg")
+    assert page.tiles.rows == [
+        ["MFU", "18.0 %", "median step 18.0 %"],
+        ["Tokens/s", "200", "2 k in all"],
+        ["Step", "500 ms", "95th percentile 500 ms"],
+        ["Loss", "0.154", "held out 0.25"],
+        ["Answers right", "97.4 %", "of 500 held out"],
+        ["Goodput", "100.0 %", "0 s of set-up"],
+    ]
+    seen, why, advice = page.change.points
+    assert seen == "The step waited for data 20.0 % of the time (up to 20.0 % of the time)."
+    assert (why[:5], advice[:6]) == ("Why: ", "Next: ")
+    for text in (page.as_markdown(), page.as_terminal()):
+        assert [
+            text.index(part) for part in ("finished", "97.4 %", "useful work at peak", "Why: ", "Next: ")
+        ] == sorted(text.index(part) for part in ("finished", "97.4 %", "useful work at peak", "Why: ", "Next: "))
 
 
-def test_without_a_finding_the_largest_loss_is_named(tmp_path):
-    run = even(tmp_path / "run", data_wait_s=0.0, data_wait_share=0.0, slots=100)
-    assert sentence(run).endswith(" of the mean step are kernels and waiting that only a profile tells apart.")
+def test_parts_of_a_step_are_those_of_its_lines_and_add_up_to_it(tmp_path):
+    page = page_of(read_run(even(tmp_path / "run")))
+    assert [part.name for part in page.parts] == ["useful work at peak", "slower than peak", "data"]
+    assert sum(part.ns[0] for part in page.parts) == page.totals[0]
+    opened = {name: ns[0] for part in page.parts for name, ns in part.lines}
+    assert {*opened} == {"padding and masked work", "unseparated: no profile"}
+    assert sum(opened.values()) == page.parts[1].ns[0]
+    # Without a peak nothing is known to be useful, and so nothing to be slower.
+    bare = rewritten(even(tmp_path / "bare"), lambda _: {"peak_flops_per_s": None})
+    assert [part.name for part in page_of(read_run(bare)).parts] == ["work and waiting, not told apart", "data"]
 
 
-def test_a_run_without_a_known_peak_says_that_its_mfu_is_not_known(tmp_path):
+def test_what_is_not_known_has_no_tile(tmp_path):
     run = rewritten(even(tmp_path / "run"), lambda _: {"mfu": None, "peak_flops_per_s": None})
-    assert "10.00 s; MFU is not known; first finding" in sentence(run)
+    assert [row[0] for row in page_of(read_run(run)).tiles.rows] == ["Tokens/s", "Step", "Loss"]
 
 
 @pytest.mark.parametrize(
-    ("facts", "beginning"),
+    ("facts", "state"),
     [
-        ({}, "The loss went"),
-        ({"complete": False, "planned_steps": 400}, "Stopped after step 20 of 400: the loss went"),
-        (None, "Unfinished run: the loss went"),
+        ({}, "finished"),
+        ({"complete": False, "planned_steps": 400}, "stopped after step 20 of 400"),
+        ({"ended_early": True, "planned_steps": 400}, "ended early, after step 20 of 400"),
+        (None, "unfinished"),
     ],
 )
-def test_how_a_run_ended_stands_first(tmp_path, facts, beginning):
+def test_how_a_run_ended_stands_among_its_facts(tmp_path, facts, state):
     run = ended(even(tmp_path / "run"), **(facts or {}))
     if facts is None:
         (run / "summary.json").unlink()
-    assert sentence(run).startswith(beginning)
+    assert state in page_of(read_run(run)).facts[0]
 
 
-def test_a_run_whose_numbers_were_not_finite_has_no_loss_to_tell(tmp_path):
-    run = rewritten(even(tmp_path / "run"), lambda _: {"loss": None, "skipped": True})
-    beginning = "The run took 20 steps and 10.00 s, all without an update, since their numbers were not finite, at MFU"
-    assert sentence(run).startswith(beginning)
+def test_a_run_whose_numbers_are_not_finite_says_so_in_place_of_its_loss(tmp_path):
+    run = rewritten(even(tmp_path / "run"), lambda record: {"loss": None} if record["step"] > 12 else {})
+    page = page_of(read_run(run))
+    assert ["Loss", "NaN", "not finite in 8 of 20 records"] in page.tiles.rows
+    assert page.change.points[0].startswith("Loss is NaN from step 13 on")
 
 
 def test_a_model_that_only_draws_and_a_meter_without_losses(tmp_path):
     run = rewritten(even(tmp_path / "run"), lambda _: {"loss": None, "flow_loss": 0.5})
-    assert sentence(run).startswith("The flow loss came to 0.5 in 20 steps")
+    assert ["Flow loss", "0.5", ""] in page_of(read_run(run)).tiles.rows
     path = tmp_path / "mine.jsonl"
     path.write_text("".join(f'{{"step": {n}, "num_steps": 4, "step_s": 0.5, "wall_s": 2}}\n' for n in (4, 8)))
-    assert sentence(path).startswith("The run took 8 steps and 4.00 s; MFU is not known")
+    assert page_of(read_run(path)).facts == ["8 steps in 4.00 s"]
+
+
+BEGIN = {"kind": "start", "schema_version": 1, "pid": 1, "host": "h"}
+LEDGER = [BEGIN | {"wall_s": 0.0}, {"kind": "spans", "wall_s": 4.0, "ns": {"step": 4 * 10**9}}]
+LEDGER += [{"kind": "checkpoint", "step": 5}, BEGIN | {"wall_s": 90.0}, {"kind": "resumed", "step": 5}]
+LEDGER += [{"kind": "spans", "wall_s": 98.0, "ns": {"step": 8 * 10**9}}]
 
 
 def test_a_resumed_run_has_the_time_of_all_its_processes(tmp_path):
     run = ended(even(tmp_path / "run"))
-    begin = {"kind": "start", "schema_version": 1, "pid": 1, "host": "h"}
-    ledger = [begin | {"wall_s": 0.0}, {"kind": "spans", "wall_s": 4.0, "ns": {"step": 4 * 10**9}}]
-    ledger += [{"kind": "checkpoint", "step": 5}, begin | {"wall_s": 90.0}, {"kind": "resumed", "step": 5}]
-    ledger += [{"kind": "spans", "wall_s": 98.0, "ns": {"step": 8 * 10**9}}]
-    (run / "goodput.jsonl").write_text("".join(json.dumps(line) + "\n" for line in ledger))
+    (run / "goodput.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LEDGER))
     (run / "resumes.jsonl").write_text('{"kind": "resumed", "step": 5}\n')
-    assert "in 20 steps and 1 min 38 s at MFU" in sentence(run)
+    page = page_of(read_run(run))
+    assert "20 steps in 1 min 38 s" in page.facts[0]
+    assert page.tiles.rows[-1][-1] == "1 restart"
 
 
-def test_of_two_runs_both_are_told_under_names_that_differ_with_the_settings_that_differ(tmp_path):
-    for name, rate in (("before", 0.1), ("after", 0.2)):
+def test_two_runs_are_the_same_page_with_names_that_differ_and_a_column_of_differences(tmp_path):
+    for name, rate, step_s in (("before", 0.1, 0.5), ("after", 0.2, 0.4)):
         (tmp_path / name).mkdir()
-        run = even(tmp_path / name / "run")
+        run = rewritten(even(tmp_path / name / "run"), lambda _, s=step_s: {"wall_s": s, "step_s": s, "mfu": 0.09 / s})
         (run / "config.yaml").write_text(f"optim: {{lr: {rate}}}\nrun: {{folder: {name}}}\n")
         (run / "summary.json").write_text("{}\n")
-    text = compared_markdown(read_run(tmp_path / "before/run"), read_run(tmp_path / "after/run"))
-    assert text.startswith("# before (A) and after (B)\n")
-    assert "* A, before: The loss went from 3 to 0.1539 in 20 steps" in text
-    assert "* B, after: The loss went" in text
-    assert "* Settings that differ: optim.lr (0.1 in A, 0.2 in B)." in text
+    page = page_of(read_run(tmp_path / "before/run"), read_run(tmp_path / "after/run"))
+    assert page.title == "before (A) and after (B)"
+    assert page.facts == ["A: 1 rank · 20 steps in 10.00 s", "B: 1 rank · 20 steps in 8.00 s"]
+    assert ["MFU", "18.0 %", "22.5 %", "+4.5 points"] in page.tiles.rows
+    assert ["Step", "500 ms", "400 ms", "-20.0 %"] in page.tiles.rows
+    assert page.time.footer == ["the step", "500.0 ms", "400.0 ms", "-100.0 ms"]
+    assert page.change.points[0].startswith("A step of B takes 100.00 ms less than one of A (-20.0 %).")
+    assert "Settings that differ: optim.lr (0.1 in A, 0.2 in B)." in page.change.points
+    assert page.as_markdown().startswith("# before (A) and after (B)\n")
 
 
 def test_settings_that_decide_come_first_and_an_absent_section_is_one_of_them(tmp_path):
@@ -124,7 +148,7 @@ def test_settings_that_decide_come_first_and_an_absent_section_is_one_of_them(tm
         run = even(tmp_path / name)
         (run / "config.yaml").write_text(text)
         (run / "summary.json").write_text("{}\n")
-    text = compared_markdown(read_run(tmp_path / "before"), read_run(tmp_path / "after"))
+    text = report_markdown(read_run(tmp_path / "before"), read_run(tmp_path / "after"))
     line = "optim.steps (9 in A, 8 in B), preference (- in A, a section of 1 in B)"
     line += ", data.eval (a section of 2 in A, None in B) and 1 more"
     assert f"* Settings that differ: {line}." in text
@@ -152,8 +176,8 @@ def test_any_record_that_is_read_has_its_sentence(tmp_path, records):
         run = read_run(path)
     except ConfigError:
         return
-    sentence(path)
-    assert report_page(run)
+    text = report_page(run)
+    assert not re.search(r">(nan|None|inf)\b", text)
 
 
 def finding(name, share):
@@ -174,3 +198,15 @@ def test_findings_of_a_profile_go_before_what_records_suspect_within_its_steps()
     assert in_order(None, by_records) == tuple(by_records)
     of_records = ["evaluation", "unstable-steps", "data-bound", "memory-limit"]  # a healthy profile shows no limit
     assert [entry.id for entry in in_order([], by_records)] == of_records
+
+
+def test_a_finding_that_changes_nothing_in_print_is_never_the_first_to_show(tmp_path):
+    small = Finding("slow-steps", "s", "c", "n", 1, 0.027, 0.012, 0.0123)
+    large = Finding("data-bound", "d", "c", "n", 1, 0.2, 0.012, 0.015)
+    assert [is_headline(small), is_headline(large)] == [False, True]
+    run = read_run(even(tmp_path / "run"))
+    page = page_of(replace(run, findings=(small, large)))
+    assert page.findings == [large, small]
+    page = page_of(replace(run, findings=(small,)))
+    assert page.change.points == ["No finding would change what is printed above."]
+    assert "1 more finding<" in page.as_html()

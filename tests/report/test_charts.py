@@ -11,7 +11,7 @@ from headway.report.charts import (
     FORMS,
     ChartMark,
     DrawnLine,
-    bar_chart,
+    _smoothed,
     heat_strip,
     histogram,
     lines_chart,
@@ -34,22 +34,19 @@ def plain(value):
 
 def drawn(kind, name="loss"):
     if kind == "line":
-        marks = [ChartMark(2, "stage", name), ChartMark(3, "evaluation"), ChartMark(1, "restart")]
-        return line_chart(name, [1, 2, 3], [1.0, None, 3.0], form="plain", marks=marks)
+        dots = [DrawnLine(name, [1, 2], [1.0, 2.0])]
+        marks = [ChartMark(2, name), ChartMark(1)]
+        return line_chart(name, [1, 2, 3], [1.0, None, 3.0], form="plain", marks=marks, dots=dots, x_name=name)
     if kind == "lines":
         return lines_chart(
             name, [DrawnLine(name, [1, 2], [1.0, 2.0]), DrawnLine("b", [1, 3], [1.0, 2.0])], form="share"
         )
-    if kind == "bar":
-        return bar_chart(name, [(name, 2.0), ("b", 1.0)], form=plain)
-    if kind == "stacked":
-        return bar_chart(name, [(name, 2.0), ("b", 1.0)], form=plain, stacked=True)
     if kind == "histogram":
         return histogram(name, [1.0, 2.0, 2.0], form=plain)
     return heat_strip(name, [(name, [1.0, None, 2.0]), ("b", [3.0, 4.0, 5.0])], form=plain)
 
 
-KINDS = ["line", "lines", "bar", "stacked", "histogram", "heat"]
+KINDS = ["line", "lines", "histogram", "heat"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -66,7 +63,7 @@ def test_a_chart_is_svg_with_title_and_description_and_takes_the_width_that_it_i
 @pytest.mark.parametrize("kind", KINDS)
 def test_hostile_names_stay_text(kind):
     root = ElementTree.fromstring(drawn(kind, HOSTILE))
-    allowed = {"svg", "title", "desc", "text", "line", "polyline", "rect", "polygon", "path", "g"}
+    allowed = {"svg", "title", "desc", "text", "line", "rect", "path", "g"}
     assert {element.tag.removeprefix(SPACE) for element in root.iter()} <= allowed
     assert root.find(f"{SPACE}title").text == HOSTILE.replace("\x1b", "\\x1b")
 
@@ -74,8 +71,8 @@ def test_hostile_names_stay_text(kind):
 def test_charts_in_a_file_have_their_margins_without_a_style_sheet_of_the_page():
     root = ElementTree.fromstring(svg_file({kind: drawn(kind) for kind in KINDS}))
     places = [(float(part.get("x")), float(part.get("y")), part.get("width")) for part in root.findall(f"{SPACE}svg")]
-    assert [x for x, *_ in places] == [84, 84, 0, 0, 84, 112]
-    assert [width for *_, width in places] == ["544", "544", "640", "640", "544", "528"]
+    assert [x for x, *_ in places] == [58, 58, 58, 112]
+    assert [width for *_, width in places] == ["572", "572", "572", "528"]
     assert all(before < after for (_, before, _), (_, after, _) in pairwise(places))
     assert float(root.get("height")) > places[-1][1]
 
@@ -84,102 +81,102 @@ def test_a_long_series_keeps_the_smallest_and_the_largest_of_each_bucket():
     values = np.sin(np.arange(100_000) / 500.0)
     values[77_777], values[12_345] = 9.0, -9.0
     points = reduced(np.arange(100_000.0), values)
-    assert len(points) <= 400
+    assert len(points) <= 300
     assert {(77_777.0, 9.0), (12_345.0, -9.0)} <= {*points}
     assert points == sorted(points)
-    chart = line_chart("loss", range(100_000), values, form="plain")
+    chart = line_chart("loss", range(100_000), values, form="plain", is_noisy=True)
     assert len(chart) < 20_000
-    assert "<polygon" in chart  # the band
 
 
-def numbers_of(text):
-    """Names, places and values of a chart's lines, as its script reads them."""
-    lines = []
-    for name, unit, xs, ys in re.findall(
-        r'data-name="(.*?)" data-unit="(.*?)" data-x="(.*?)" data-y="(.*?)"(?: data-mean-x|>)', text
-    ):
-        places = [float(unit) * place for place in np.cumsum([int(more) for more in xs.split()])]
-        lines.append((name, places, [float("nan") if y == "-" else float(y) for y in ys.split()]))
-    return lines
+def curve(chart, kind):
+    """Places of a curve, in thousandths of the plot and tenths of a pixel from its top; None for a gap."""
+    path = re.search(rf'<path class="{kind}" d="(.*?)"', chart)[1]
+    places, at = [], np.zeros(2, int)
+    for begin, x, y in re.findall(r"([Ml])(-?\d+) (-?\d+)", path):
+        at = np.array([int(x), int(y)]) + (at if begin == "l" else 0)
+        places += [None, tuple(at)] if begin == "M" and places else [tuple(at)]
+    return places
 
 
-def test_lines_share_an_axis_and_tell_their_points():
-    chart = lines_chart("x", [DrawnLine("A", [0, 10], [1.0, 2.0]), DrawnLine("B", [5, 20], [4.0, None])], form="plain")
-    (a, b) = numbers_of(chart)
-    assert a == ("A", [0, 10], [1, 2])
-    assert b[:2] == ("B", [5, 20])
-    assert b[2] == pytest.approx([4.0, float("nan")], nan_ok=True)
-    costs = lines_chart("x", [DrawnLine("A", [0.5, 0.75, 1.25], [1.0, 2.0, 3.0])], form="plain")
-    assert numbers_of(costs)[0][1] == pytest.approx([0.5, 0.75, 1.25])
+def test_a_curve_stands_where_its_values_are():
+    chart = line_chart("x", [0, 5, 10], [0.0, 0.5, 0.25], form="share")
+    assert curve(chart, "line a") == [(0, 1500), (500, 250), (1000, 875)]  # of an axis from 0 to 60 %
+    assert ">60 %</text>" in chart
 
 
-def test_a_long_series_tells_the_mean_of_each_bucket_which_smoothing_reads():
-    values = np.random.default_rng(0).normal(size=10_000)
-    chart = lines_chart("x", [DrawnLine("", np.arange(10_000), values)], form="plain", detail=100)
-    assert len(numbers_of(chart)[0][1]) == 200
-    means = re.search(r'data-mean-y="(.*?)"', chart)[1].split()
-    assert [float(mean) for mean in means] == pytest.approx(values.reshape(100, 100).mean(axis=1), rel=1e-4)
-    assert "data-mean" not in lines_chart("x", [DrawnLine("", [1, 2], [1.0, 2.0])], form="plain")
+def test_lines_share_an_axis_and_the_second_has_another_colour():
+    chart = lines_chart("x", [DrawnLine("A", [0, 10], [0.0, 2.0]), DrawnLine("B", [5, 20], [2.0, 1.0])], form="count")
+    assert curve(chart, "line a") == [(0, 1500), (500, 0)]
+    assert curve(chart, "line b") == [(250, 0), (1000, 750)]
 
 
-def heights(chart):
-    """Heights of a chart's first line, from the top."""
-    return [float(point.split(",")[1]) for point in re.findall(r'<polyline points="(.*?)"', chart)[0].split()]
+def test_a_noisy_line_is_smoothed_over_its_values_and_an_outlier_does_not_squash_it():
+    values = np.random.default_rng(0).normal(10, 1, size=4000)
+    values[1234] = 1000.0
+    chart = line_chart("x", range(4000), values, form="duration", is_noisy=True)
+    raw, smooth = (np.array([y for _, y in curve(chart, kind)]) for kind in ("faint a", "line a"))
+    assert smooth.std() < raw.std() / 5
+    assert raw.min() < 0  # outside of the plot, where it is cut
+    assert "1000.00 s" not in chart.partition("<desc>")[0] + chart.partition("</desc>")[2]
+    assert "16 min 40 s" in chart  # said in words
+    few = line_chart("x", range(39), values[:39], form="plain", is_noisy=True)
+    assert "faint" not in few
+
+
+@given(st.lists(st.one_of(st.none(), st.floats(0.1, 10)), min_size=40, max_size=200).filter(any))
+def test_a_smoothed_value_is_between_the_values_around_it(values):
+    numbers = np.array([np.nan if value is None else value for value in values])
+    smooth = _smoothed(numbers)
+    finite = numbers[np.isfinite(numbers)]
+    assert np.nanmin(smooth) >= finite.min() - 1e-9
+    assert np.nanmax(smooth) <= finite.max() + 1e-9
+    assert np.isfinite(smooth[np.isfinite(numbers)]).all()
+
+
+def test_the_values_under_the_pointer_are_means_of_buckets_in_words():
+    chart = line_chart("x", [1, 2, 4], [0.5, None, 0.25], form="share")
+    assert 'data-at="0 1000" data-steps="1|4" data-values="50.0 %|25.0 %"' in chart
+    values = np.arange(8000.0)
+    told = re.search(r'data-steps="(.*?)" data-values="(.*?)"', line_chart("x", values, values, form="count"))
+    assert told[1].split("|")[:2] == ["0 to 99", "100 to 199"]
+    assert told[2].split("|")[:2] == ["50", "150"]
 
 
 def test_a_fall_to_a_hundredth_has_equal_room_for_equal_ratios():
-    drawn = lines_chart("loss", [DrawnLine("", [1, 2, 3], [10.0, 1.0, 0.1])], form="plain", by_ratio=True)
-    top, middle, bottom = heights(drawn)
-    assert middle - top == pytest.approx(bottom - middle, abs=0.2)
-    assert "logarithmic" in drawn
+    drawn = line_chart("loss", [1, 2, 3], [10.0, 1.0, 0.1], form="plain", by_ratio=True)
+    (_, top), (_, middle), (_, bottom) = curve(drawn, "line a")
+    assert middle - top == pytest.approx(bottom - middle, abs=20)  # the axis ends at the usual values
     for values in ([3.0, 2.0, 1.0], [10.0, 0.1, 0.0], [10.0, 0.1, -1.0]):  # few, and those that have no logarithm
-        by_ratio, linear = (
-            lines_chart("loss", [DrawnLine("", [1, 2, 3], values)], form="plain", by_ratio=asked) for asked in (1, 0)
-        )
-        assert "logarithmic" not in by_ratio
-        assert heights(by_ratio) == heights(linear)
-
-
-def test_value_and_name_of_a_bar_stand_above_it_where_a_narrow_window_begins():
-    chart = bar_chart("x", [("a name that is as long as names of bars may be", 1.0), ("b", 2.0)], form=plain)
-    rows = re.findall(r'<text x="(\d+)" y="([\d.]+)" text-anchor="(\w+)">(.*?)</text>', chart)
-    assert [(x, anchor) for x, _, anchor, _ in rows] == [("80", "end"), ("88", "start")] * 2
-    tops = [float(y) for y in re.findall(r'<rect [^>]*y="(\d+)"', chart)]
-    assert all(float(y) < top < float(y) + 10 for (_, y, *_), top in zip(rows[::2], tops, strict=True))
-    # a page of 375 pixels has 340 within its margins; letters of 12 pixels are 7 wide at most
-    assert max(int(x) + 7 * len(name) for x, _, anchor, name in rows if anchor == "start") < 340
+        by_ratio, linear = (line_chart("loss", [1, 2, 3], values, form="plain", by_ratio=asked) for asked in (1, 0))
+        assert by_ratio == linear
 
 
 def test_a_gap_parts_the_line():
-    assert line_chart("loss", [1, 2, 3, 4, 5], [1.0, 2.0, None, 3.0, 4.0], form="plain").count("<polyline") == 2
-    assert line_chart("loss", [1, 2, 3], [1.0, None, 3.0], form="plain").count('class="dot"') == 2  # points alone
+    assert curve(line_chart("x", [1, 2, 3, 4], [1.0, 2.0, None, 3.0], form="plain"), "line a").count(None) == 1
+
+
+def test_dots_stand_above_the_line_and_are_not_cut():
+    dots = [DrawnLine("held out", [4, 10], [1.5, 1.0])]
+    chart = line_chart("x", [0, 10], [1.0, 2.0], form="plain", dots=dots)
+    assert [place for place in curve(chart, "ring  ") if place] == [(400, 750), (1000, 1500)]
+    assert chart.index('class="line a"') < chart.index('class="curves dots"') < chart.index('class="ring')
+    assert "held out: 2 values over step 4 to 10, from 1 to 1.5." in chart
 
 
 def test_marks_stand_at_their_steps_and_are_said_and_those_outside_are_not():
-    marks = [
-        ChartMark(5, "restart"),
-        ChartMark(11, "restart"),
-        ChartMark(2, "stage", "stage 2"),
-        ChartMark(9, "stage", "stage 3"),
-    ]
-    marks += [ChartMark(4, "evaluation"), ChartMark(8, "evaluation")]
+    marks = [ChartMark(5, "restart"), ChartMark(11, "restart"), ChartMark(2, "stage 2"), ChartMark(9, "stage 3")]
     chart = line_chart("x", [0, 10], [1.0, 2.0], form="plain", marks=marks)
-    lines = re.findall(r'<line class="(\w+)" x1="([\d.]+)%" x2="\2%" y2="(\d+)"/>', chart)
-    assert lines == [("restart", "50", "168"), ("stage", "20", "168"), ("stage", "90", "168"),
-                     ("evaluation", "40", "7"), ("evaluation", "80", "7")]  # fmt: skip
+    assert re.findall(r'<line class="mark" x1="([\d.]+)%" x2="\1%" y2="150"/>', chart) == ["20", "50", "90"]
     assert re.findall(r'x="(\d+)%" y="-5" text-anchor="(\w+)">(.*?)<', chart) == [
-        ("20", "start", "stage 2"), ("90", "end", "stage 3"),  # within the chart on both sides
+        ("20", "start", "stage 2"), ("50", "start", "restart"),  # a third has no room on a narrow screen
     ]  # fmt: skip
     described = ElementTree.fromstring(chart).find(f"{SPACE}desc").text
-    assert described.endswith(
-        "Went on after step 5. Stages of the data begin with steps 2 (stage 2), 9 (stage 3). Evaluations after steps "
-        "4, 8."
-    )
+    assert described.endswith("Marked: restart at 5, stage 2 at 2, stage 3 at 9.")
 
 
 @given(st.lists(st.floats(0, 1000), min_size=2, max_size=30, unique=True).map(sorted), st.floats(NARROWEST, 2000))
 def test_names_of_stages_do_not_run_into_each_other_at_any_width(steps, width):
-    marks = [ChartMark(step, "stage", f"stage {number}") for number, step in enumerate(steps, 2)]
+    marks = [ChartMark(step, f"stage {number}") for number, step in enumerate(steps, 2)]
     chart = line_chart("x", [0, 1000], [1.0, 2.0], form="plain", marks=marks)
     names = [(float(x) / 100, name) for x, name in re.findall(r'x="([\d.]+)%" y="-5"[^>]*>(.*?)<', chart)]
     rooms = [name_room(place, name, width) for place, name in names]
@@ -187,15 +184,14 @@ def test_names_of_stages_do_not_run_into_each_other_at_any_width(steps, width):
     assert all(
         before[1] <= after[0] + 3 for before, after in pairwise(rooms)
     )  # places are told to a tenth of a per cent
-    assert len(re.findall('<line class="stage"', chart)) == len(steps)
+    assert len(re.findall('<line class="mark"', chart)) == len(steps)
 
 
-def test_of_a_thousand_evaluations_some_are_drawn_and_all_are_counted():
-    chart = line_chart(
-        "x", [0, 1000], [1.0, 2.0], form="plain", marks=[ChartMark(n, "evaluation") for n in range(1000)]
-    )
-    assert 50 <= chart.count('<line class="evaluation"') <= 100
-    assert "Evaluations after steps 0, 1, 2, 3, 4, 5, 6, 7 and 992 more." in chart
+def test_of_a_thousand_marks_some_are_drawn_and_all_are_counted():
+    marks = [ChartMark(n, "restart") for n in range(1000)]
+    chart = line_chart("x", [0, 1000], [1.0, 2.0], form="plain", marks=marks)
+    assert 50 <= chart.count('<line class="mark"') <= 100
+    assert "restart at 7 and 992 more." in chart
 
 
 def test_cells_of_one_shade_are_drawn_as_one():
@@ -205,18 +201,6 @@ def test_cells_of_one_shade_are_drawn_as_one():
     assert of_two == 2 * of_one
     assert last == first + 3 * of_one
     assert (light, full) == (0.12, 1.0)
-
-
-def test_stacked_bars_begin_where_the_one_before_ends():
-    bars = re.findall(r'<rect x="([\d.]+)%" y="\d+" width="([\d.]+)%"', drawn("stacked"))
-    (x, width), (after, _) = ((float(place), float(length)) for place, length in bars)
-    assert after == pytest.approx(x + width, abs=0.1)
-
-
-def test_bars_of_a_kind_have_its_colour():
-    chart = bar_chart("x", [("a", 1.0), ("b", 2.0), ("c", 3.0)], form=plain, kinds=[0, 1, 0])
-    first, other, again = re.findall(r'<rect [^>]*fill="var\((--c\d)\)"', chart)
-    assert first == again != other
 
 
 @pytest.mark.parametrize(
@@ -254,8 +238,6 @@ def test_ticks_of_values_read_differently(low, span, form):
 def test_nothing_to_draw_is_an_error():
     with pytest.raises(ValueError, match="make no line"):
         line_chart("loss", [1], [None], form="plain")
-    with pytest.raises(ValueError, match="from 0 on"):
-        bar_chart("bars", [("a", -1.0)], form=plain)
     with pytest.raises(ValueError, match="finite value"):
         histogram("times", [float("nan")], form=plain)
     with pytest.raises(ValueError, match="finite value"):

@@ -1,6 +1,7 @@
 """Templates: what they are given stays text, and they ask nothing of the network."""
 
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -8,17 +9,21 @@ import pytest
 from jinja2 import UndefinedError
 
 import headway.report
-from headway.report.charts import bar_chart
+from headway.explain.explanation import Finding
+from headway.pages.page import RunPage
+from headway.pages.steps import StepPart
+from headway.report.charts import DrawnLine, lines_chart
 from headway.report.page import render, svg_file
 from headway.report.section import ReportSection
 
 TEMPLATES = Path(headway.report.__file__).with_name("templates")
 
 
-def page_of(*sections, name="a", **values):
-    """A page of two runs with these sections."""
-    texts = {"verdict": ["both"], "notes": ["see `x`"], "numbers": {"k": 1}} | values
-    return render("comparison.html.jinja", a=name, b="b", sections=sections, **texts)
+def page_of(*sections, points=()):
+    """A page with these sections, and points of a section more."""
+    tiles = ReportSection("", ["", "value", "remark"], [["MFU", "20.0 %", "median"]])
+    folds = {"The run": [*sections, ReportSection("Notes", points=points)]}
+    return RunPage("a", ["b"], tiles, folds=folds, numbers={"k": 1}).as_html()
 
 
 def test_columns_of_sentences_stand_on_the_left_and_numbers_on_the_right():
@@ -32,14 +37,14 @@ def test_columns_of_sentences_stand_on_the_left_and_numbers_on_the_right():
 
 def test_a_table_of_many_columns_has_the_width_of_the_page():
     narrow, wide = (ReportSection(name, [name] * count, [["1"] * count]) for name, count in (("n", 3), ("w", 4)))
-    assert re.findall(r"<section[^>]*><h3>.", page_of(narrow, wide)) == [
-        "<section><h3>n",
-        '<section class="whole"><h3>w',
+    assert re.findall(r"(<section[^>]*>)\s*<h3>(n|w)<", page_of(narrow, wide)) == [
+        ("<section>", "n"),
+        ('<section class="whole">', "w"),
     ]
 
 
 def test_commands_in_notes_are_code_and_hostile_ones_stay_text():
-    text = page_of(notes=["see `headway goodput` or `x`.", "`<img src=x>`", "a ` alone", "`` two"])
+    text = page_of(points=["see `headway goodput` or `x`.", "`<img src=x>`", "a ` alone", "`` two"])
     assert '<p class="note">See <code>headway goodput</code> or <code>x</code>.</p>' in text
     assert '<p class="note"><code>&lt;img src=x&gt;</code></p>' in text
     assert '<p class="note">A ` alone</p>\n<p class="note">`` two</p>' in text
@@ -65,33 +70,32 @@ def pages_of(text):
     """Every page, each place of a stranger's text filled with one."""
     section = ReportSection(text, [text, text], [[text, text]], says=text, pictures=[text])
     image = ReportSection(text, [text], [[text]], says=text, image=text)
-    finding = {"id": text, "seen": text, "cause": text, "next": text, "share": 0.5}
+    drawn = ReportSection(
+        text, remark=text, chart=lines_chart(text, [DrawnLine(text, [1, 2], [1.0, 2.0])], form="plain")
+    )
+    finding = Finding(text, text, text, text, 1, 0.5, when=text)
+    tiles = ReportSection("", [text] * 4, [[text] * 4])
+    part = StepPart(text, 0, [1, 1], [(text, [1, 1])])
+    folds = {text: [section, image, drawn, ReportSection(text, points=[text])]}
+    more = {"findings": [finding] * 3, "charts": [drawn], "files": {text: text}, "numbers": {text: text}}
+    page = RunPage(text, [text], tiles, tiles, [part], [1, 1], folds=folds, **more)
     piece = {"text": text, "token": text, "count": 2, "is_learnt": False}
     sample = {"error": "", "where": text, "lengths": text, "left_out": text, "media": [(text, text)], "pieces": [piece]}
     sample["answers"] = [{**sample, "title": text}]
-    chart = {
-        "section": section, "description": text, "longest": text, "first": 1, "last": 2, "is_mean": True, "width": 1,
-        "box": (10, 10), "by_colour": {"--c0": [(0, 0, 1)]}, "swatches": ["--c0"],
-    }  # fmt: skip
     item = {"source": text, "row": 1, "tokens": 2}
     return {
-        "run.html.jinja": render(
-            "run.html.jinja", name=text, verdict=text, legend=text, facts=[(text, text)], has_goodput=True,
-            first=[section, image], findings=[finding, finding], by_heading={text: [section]}, notes=[text],
-            files={text: text}, numbers={text: text}, phases=chart,
-        ),
-        "comparison.html.jinja": page_of(section, image, name=text, verdict=[text], notes=[text], numbers={text: text}),
+        "run.html.jinja": page.as_html() + replace(page, points=[text, text]).as_html(),
         "waiting.html.jinja": render("waiting.html.jinja", name=text, path=text, error=text),
         "samples.html.jinja": render(
             "samples.html.jinja", model=text, samples=[sample, {"error": text}], packs=[(text, [item])], budget=4,
             counts=[text], bad=[text],
         ),
-        "charts.svg.jinja": svg_file({text: bar_chart("", [("", 1.0)], form=str)}),
+        "charts.svg.jinja": svg_file({text: drawn.chart}),
     }  # fmt: skip
 
 
 def test_every_page_is_among_those_that_strangers_write_into():
-    parts = {"base.html.jinja", "parts.html.jinja", "phases.html.jinja", "colours.css.jinja"}
+    parts = {"base.html.jinja", "parts.html.jinja", "colours.css.jinja"}
     assert pages_of(PLAIN).keys() | parts == {path.name for path in TEMPLATES.iterdir()}
 
 

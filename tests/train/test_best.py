@@ -21,7 +21,8 @@ from headway.config import parse_config
 from headway.errors import ConfigError, RunCompleteError, UsageError
 from headway.log.held_out import HeldOutTally
 from headway.models.load import load_model
-from headway.pages.run import read_run, report_page
+from headway.pages.page import report_page
+from headway.pages.run import read_run
 from headway.train.best import BestEvaluation
 from headway.train.check import check_run
 from headway.train.run import train

@@ -10,8 +10,8 @@ import yaml
 
 from headway.config import parse_config
 from headway.data.feed import make
-from headway.pages.comparison import compared_markdown, compared_page
-from headway.pages.run import read_run, report_page
+from headway.pages.page import report_markdown, report_page
+from headway.pages.run import read_run
 from headway.train.run import train
 from helpers.pages import Browser
 from helpers.processes import TRAIN, start_processes
@@ -46,7 +46,7 @@ def test_a_slow_loader_is_found_between_two_runs(raw, monkeypatch):
 
     monkeypatch.setattr(make.PackMaker, "__call__", late)
     b = run_of(raw, "b")
-    text = compared_markdown(read_run(a), read_run(b))
+    text = report_markdown(read_run(a), read_run(b))
     assert line(text, "idle: waiting for data") > 100
     assert line(text, "idle: waiting for data") > 0.5 * line(text, "the step")
     assert "Worse: idle: waiting for data" in text
@@ -55,7 +55,7 @@ def test_a_slow_loader_is_found_between_two_runs(raw, monkeypatch):
 def test_padding_is_found_between_two_runs(raw):
     a = run_of(raw, "a")
     b = run_of(raw, "b", data={"bucket_tokens": 640})
-    text = compared_markdown(read_run(a), read_run(b))
+    text = report_markdown(read_run(a), read_run(b))
     assert line(text, "padding and masked work") > 0.5 * line(text, "needed work at peak")
     assert "| data.bucket_tokens | None | 640 |" in text
     assert re.search(r"FLOPs that are computed for each useful one: \+\d{2,}\.\d %, by padding", text)
@@ -88,7 +88,7 @@ def test_a_killed_run_and_its_resumption_say_so(raw, tmp_path):
 @pytest.mark.parametrize("width", [375, 1280])
 def test_a_browser_shows_both_pages_whole(raw, tmp_path, width):
     a, b = run_of(raw, "a"), run_of(raw, "b", data={"tokens_per_pack": 320})
-    pages = {"one": report_page(read_run(a)), "two": compared_page(read_run(a), read_run(b))}
+    pages = {"one": report_page(read_run(a)), "two": report_page(read_run(a), read_run(b))}
     with Browser(tmp_path / "profile") as browser:
         seen = {}
         for name, text in pages.items():

@@ -40,17 +40,17 @@ def report(
         typer.Option(metavar="P", min=0, max=65535, help="Port of --serve; 8484 if not given, 0 for any free one."),
     ] = None,
 ) -> None:
-    """Write what a run's records tell as one HTML page that asks nothing of the network: speed, loss, time, findings.
+    """Write the page of a run as one HTML file that asks nothing of the network, and print its first screen.
 
-    Of two runs, what a step of the second takes longer and by what, the losses at equal tokens and FLOPs, and the
-    settings that differ.
+    The page says how well the run went, where a step's time goes, and what to change first. The page of two runs shows
+    both with their differences, the losses at equal tokens and FLOPs, and the settings that differ.
 
     Example: headway report runs/digits/run -o report.html
     """
     from headway.cli.report_serve import serve
-    from headway.pages.comparison import compared_markdown, compared_page
     from headway.pages.folder import names_of_runs
-    from headway.pages.run import judged_alone, judged_markdown, judged_page, report_markdown, report_page
+    from headway.pages.page import judged_page, page_of
+    from headway.pages.run import evaluations_of
 
     if live:
         serve(runs, port, output=output, markdown=markdown, open_it=open_it)
@@ -67,22 +67,18 @@ def report(
     try:
         with working("reading records"):
             read_runs = [_read(run) for run in runs]
+        names = zip(read_runs, names_of_runs(runs), strict=True)
+        contents = " and ".join(f"{len(part.records)} records of {name}" for part, name in names)
+        page = page_of(*read_runs)
     except ConfigError:
-        if len(runs) > 1 or not (evaluations := judged_alone(runs[0])):
+        if len(runs) > 1 or not (evaluations := evaluations_of(runs[0])):
             raise
-        if markdown:
-            print(judged_markdown(runs[0], evaluations))
-        else:
-            page = judged_page(runs[0], evaluations)
-            _write(output, page, f"{len(evaluations)} evaluations", open_it=open_it)
-        return
+        page, contents = judged_page(runs[0], evaluations), f"{len(evaluations)} evaluations"
     if markdown:
-        print(compared_markdown(*read_runs) if len(read_runs) > 1 else report_markdown(*read_runs))
+        print(page.as_markdown())
         return
-    page = compared_page(*read_runs) if len(read_runs) > 1 else report_page(*read_runs)
-    names = zip(read_runs, names_of_runs(runs), strict=True)
-    contents = " and ".join(f"{len(part.records)} records of {name}" for part, name in names)
-    _write(output, page, contents, open_it=open_it)
+    print(page.as_terminal(), end="\n\n")
+    _write(output, page.as_html(), contents, open_it=open_it)
 
 
 def _write(output: Path | None, page: str, contents: str, *, open_it: bool) -> None:

@@ -21,7 +21,8 @@ from typing import Any
 from headway.cli.output import say
 from headway.errors import ConfigError, HeadwayError
 from headway.log.run_files import METRICS
-from headway.pages.run import read_run, report_page
+from headway.pages.page import report_page
+from headway.pages.run import read_run
 from headway.report.page import render
 
 PORT = 8484  # the same every time, for a tunnel or a bookmark

@@ -1,4 +1,4 @@
-"""Two runs side by side, as HTML or Markdown: the lines of a step that take longer, and losses at equal cost."""
+"""Differences of two runs: their steps, how sure that is, losses at equal cost, and the settings that differ."""
 
 import math
 import re
@@ -14,17 +14,14 @@ import yaml
 from headway.explain.comparison import Comparison, compare, differences, line_section
 from headway.log.run_files import CONFIG
 from headway.pages.folder import names_of_runs
-from headway.pages.run import SCHEMA_VERSION, ReportedRun, facts, machine, verdict
-from headway.pages.steps import DETAIL, SERIES
+from headway.pages.run import ReportedRun
+from headway.pages.steps import change, flops_by_component
 from headway.plugins import objectives
-from headway.report import format_flops, format_rate
-from headway.report.charts import FORMS, DrawnLine, lines_chart
-from headway.report.page import render
+from headway.report import format_flops, format_rate, format_rounded
+from headway.report.charts import DrawnLine, lines_chart
 from headway.report.quantity import number
-from headway.report.section import ReportSection, markdown_text
+from headway.report.section import ReportSection
 
-_COMPARED = ("step_s", "mfu", "data_wait_share", "padding_share")  # over steps; losses stand over what they cost
-_QUANTILES = (5, 50, 95)
 _SAME_PEAK = 0.005  # a measured one is never twice the same
 _SAME_WORK = 0.005  # smaller differences are not named
 _FEW = 5  # steps
@@ -32,7 +29,7 @@ _MOST_NAMED = 3  # settings that differ, in a sentence
 # sections that change what is computed
 _DECISIVE = ("model", "optim", "data", "objective", "parallel", "speed", *(plugin.section for plugin in objectives()))
 _BLOCK, _RESAMPLES = 10, 2000  # steps that follow each other are alike, so ten of them are drawn together
-_OF_INTERVAL = (
+OF_INTERVAL = (
     "the interval knows how steps vary within each run; of what changed between the two, such as other work on the "
     "machine, it knows nothing."
 )
@@ -41,57 +38,31 @@ _MOST_SETTINGS = 5000
 _SMOOTHED = 50  # a loss is the mean of so manieth part of the run before it
 
 
-def compared_page(a: ReportedRun, b: ReportedRun) -> str:
-    """Render two runs as one HTML page."""
-    a, b, compared = _compared(a, b)
-    return render(
-        "comparison.html.jinja",
-        a=a.name,
-        b=b.name,
-        verdict=_verdict(a, b, compared),
-        sections=_sections(a, b, compared),
-        notes=(*compared.notes, _OF_INTERVAL),
-        numbers=_machine(a, b, compared),
-    )
-
-
-def compared_markdown(a: ReportedRun, b: ReportedRun) -> str:
-    """Render two runs as Markdown."""
-    a, b, compared = _compared(a, b)
-    parts = [
-        f"# {markdown_text(a.name)} (A) and {markdown_text(b.name)} (B)",
-        ReportSection(points=_verdict(a, b, compared)).as_markdown(),
-    ]
-    parts += [section.as_markdown() for section in _sections(a, b, compared)]
-    notes = ReportSection(points=[f"Note: {note}" for note in (*compared.notes, _OF_INTERVAL)])
-    return "\n\n".join([*parts, notes.as_markdown()])
-
-
-def _compared(a: ReportedRun, b: ReportedRun) -> tuple[ReportedRun, ReportedRun, Comparison]:
+def compared(a: ReportedRun, b: ReportedRun) -> tuple[ReportedRun, ReportedRun, Comparison]:
     """Compare two runs under names that distinguish them."""
     names = names_of_runs([a.path, b.path])
-    compared = compare((names[0], a.explanation), (names[1], b.explanation))
-    return replace(a, name=names[0]), replace(b, name=names[1]), compared
+    lines = compare((names[0], a.explanation), (names[1], b.explanation))
+    notes = (*lines.notes, OF_INTERVAL)
+    return replace(a, name=names[0]), replace(b, name=names[1]), replace(lines, notes=notes)
 
 
-def _verdict(a: ReportedRun, b: ReportedRun, compared: Comparison) -> list[str]:
-    """Difference of the steps and its sureness, then the results of each run, and the settings by which they differ."""
+def difference_points(a: ReportedRun, b: ReportedRun, compared: Comparison) -> list[str]:
+    """Say how the steps differ and how sure that is, then by what, and which settings differ."""
     first, *others = differences(compared)
     exact = [*_waste_differs(a, b), *_peaks_differ(a, b)]  # differences that no scatter of times can change
-    reached = [f"{letter}, {run.name}: {verdict(run)}" for letter, run in (("A", a), ("B", b))]
-    reached += _settings_in_words(a, b)
-    a_s, b_s = _steps_s(a), _steps_s(b)
-    if min(len(a_s), len(b_s)) < _FEW:
-        return [f"{first} (How sure that is cannot be told of fewer than {_FEW} steps.)", *others, *exact, *reached]
-    low, high = _interval(a_s, b_s)
-    sure = f"95 % interval {100 * low:+.1f} to {100 * high:+.1f} % of A's step, from how the steps of each run vary"
+    settings = _settings_in_words(a, b)
+    interval = step_interval(a, b)
+    if interval is None:
+        return [first, f"How sure that is cannot be told of fewer than {_FEW} steps.", *others, *exact, *settings]
+    low, high = interval
+    sure = f"95 % interval: {100 * low:+.1f} to {100 * high:+.1f} % of A's step, by how the steps of each run vary"
     if low <= 0 <= high:
-        return [f"{first} ({sure}: no difference is shown.)", *_beyond_scatter(a, b, compared), *exact, *reached]
-    return [f"{first} ({sure}.)", *others, *exact, *reached]
+        return [first, f"{sure}. No difference is shown.", *_beyond_scatter(a, b, compared), *exact, *settings]
+    return [first, f"{sure}.", *others, *exact, *settings]
 
 
 def _settings_in_words(a: ReportedRun, b: ReportedRun) -> list[str]:
-    changed = [row for row in _settings(a, b).rows if row[0] != "run.folder"]
+    changed = [row for row in settings_that_differ(a, b).rows if row[0] != "run.folder"]
     if not changed:
         return []
     shown = ", ".join(f"{name} ({of_a} in A, {of_b} in B)" for name, of_a, of_b in changed[:_MOST_NAMED])
@@ -103,7 +74,7 @@ def _waste_differs(a: ReportedRun, b: ReportedRun) -> list[str]:
     ratios = _computed_of_useful(a), _computed_of_useful(b)
     if math.isclose(*ratios, rel_tol=_SAME_WORK):
         return []
-    return [f"FLOPs that are computed for each useful one: {_change(*ratios)}, by padding and recomputation."]
+    return [f"FLOPs that are computed for each useful one: {change(*ratios)}, by padding and recomputation."]
 
 
 def _peaks_differ(a: ReportedRun, b: ReportedRun) -> list[str]:
@@ -120,19 +91,13 @@ def _steps_s(run: ReportedRun) -> "np.ndarray":
     return np.array([step.duration_ns / 1e9 for step in steps])
 
 
-def _machine(a: ReportedRun, b: ReportedRun, compared: Comparison) -> dict[str, Any]:
+def step_interval(a: ReportedRun, b: ReportedRun) -> tuple[float, float] | None:
+    """Bounds of mean(B) / mean(A) - 1, at 95 %; None of few steps."""
     a_s, b_s = _steps_s(a), _steps_s(b)
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "runs": [machine(a), machine(b)],
-        "compared": compared.to_dict(),
-        "step_interval_95": None if min(len(a_s), len(b_s)) < _FEW else _interval(a_s, b_s),
-        "settings": {name: [of_a, of_b] for name, of_a, of_b in _settings(a, b).rows},
-    }
+    return None if min(len(a_s), len(b_s)) < _FEW else _interval(a_s, b_s)
 
 
 def _interval(a_s: "np.ndarray", b_s: "np.ndarray") -> tuple[float, float]:
-    """Bounds of mean(B) / mean(A) - 1."""
     return _bounds(_means(b_s, "B") / _means(a_s, "A") - 1)
 
 
@@ -178,7 +143,8 @@ def _beyond_scatter(a: ReportedRun, b: ReportedRun, compared: Comparison) -> lis
     return [f"Beyond how the steps vary: {', '.join(sure)}."] if sure else []
 
 
-def _sections(a: ReportedRun, b: ReportedRun, compared: Comparison) -> list[ReportSection]:
+def difference_sections(a: ReportedRun, b: ReportedRun, compared: Comparison) -> dict[str, list[ReportSection]]:
+    """Tables of what differs, by the heading of the page that they stand under."""
     table, intervals = line_section(compared), _line_intervals(a, b, compared)
     headings, lines, footer = [*table.headings], [*table.rows], [*table.footer]
     if intervals:
@@ -188,17 +154,15 @@ def _sections(a: ReportedRun, b: ReportedRun, compared: Comparison) -> list[Repo
         ]
         low, high = (1e3 * bound for bound in _bounds(_means(_steps_s(b), "B") - _means(_steps_s(a), "A")))
         footer = [*footer, f"{low:+,.2f} to {high:+,.2f}"]
-    sections = [
-        ReportSection("Where the time of a step differs", headings, [*lines, footer]),
-        _work(a, b),
-        _components(a, b),
-        _losses("tokens", a, b),
-        _losses("FLOPs", a, b),
-        *_series(a, b),
-        _settings(a, b),
-        _facts(a, b),
-    ]  # fmt: skip
-    return [section for section in sections if section.rows]
+    return {
+        "Learning": [_losses("tokens", a, b), _losses("FLOPs", a, b)],
+        "Speed and memory": [
+            ReportSection("Where the time of a step differs", headings, [*lines, footer]),
+            _work(a, b),
+            _components(a, b),
+        ],
+        "The run": [settings_that_differ(a, b)],
+    }
 
 
 def _work(a: ReportedRun, b: ReportedRun) -> ReportSection:
@@ -211,16 +175,16 @@ def _work(a: ReportedRun, b: ReportedRun) -> ReportSection:
     rates, useful_rates = ([value / s for value, s in zip(work, seconds, strict=True)] for work in (computed, flops))
     tokens = [_per_step(run, "tokens") for run in (a, b)]
     rows = [
-        ["useful FLOPs of a step", *map(format_flops, flops), _change(*flops)],
-        ["FLOPs with padding and recomputation", *map(format_flops, computed), _change(*computed)],
-        ["FLOP/s with these, all devices", *map(format_rate, rates), _change(*rates)],
-        ["useful FLOP/s, all devices", *map(format_rate, useful_rates), _change(*useful_rates)],
-        ["tokens of a step", *(f"{value:,.0f}" for value in tokens), _change(*tokens)],
-        ["time of a step", *(f"{1e3 * value:,.1f} ms" for value in seconds), _change(*seconds)],
+        ["useful FLOPs of a step", *map(format_flops, flops), change(*flops)],
+        ["FLOPs with padding and recomputation", *map(format_flops, computed), change(*computed)],
+        ["FLOP/s with these, all devices", *map(format_rate, rates), change(*rates)],
+        ["useful FLOP/s, all devices", *map(format_rate, useful_rates), change(*useful_rates)],
+        ["tokens of a step", *map(format_rounded, tokens), change(*tokens)],
+        ["time of a step", *(f"{1e3 * value:,.1f} ms" for value in seconds), change(*seconds)],
     ]
     says = (
-        f"Time is work over rate: {_change(*seconds)} of time = {_change(*computed)} of work, padding and "
-        f"recomputation in it, at {_change(*rates)} of rate. Useful work: {_change(*flops)}."
+        f"Time is work over rate: {change(*seconds)} of time = {change(*computed)} of work, padding and "
+        f"recomputation in it, at {change(*rates)} of rate. Useful work: {change(*flops)}."
     )
     return ReportSection("Work and rate", ["", "A", "B", "B against A"], rows, says)
 
@@ -244,15 +208,14 @@ def _components(a: ReportedRun, b: ReportedRun) -> ReportSection:
     sums = [_by_component(run) for run in (a, b)]
     names = dict.fromkeys([*sums[0], *sums[1]])
     rows = [
-        [name, *(format_flops(run.get(name, 0.0)) for run in sums), _change(*(run.get(name, 0.0) for run in sums))]
+        [name, *(format_flops(run.get(name, 0.0)) for run in sums), change(*(run.get(name, 0.0) for run in sums))]
         for name in names
     ]
     return ReportSection("FLOPs of a step by component", ["component", "A", "B", "B against A"], rows)
 
 
 def _by_component(run: ReportedRun) -> dict[str, float]:
-    names = dict.fromkeys(name for record in run.records for name in _at(record, "flops_by_component") or ())
-    return {name: _per_step(run, "flops_by_component", name) for name in names}
+    return {name: _per_step(run, "flops_by_component", name) for name in flops_by_component(run.records)}
 
 
 def _losses(by: str, a: ReportedRun, b: ReportedRun) -> ReportSection:
@@ -270,30 +233,12 @@ def _losses(by: str, a: ReportedRun, b: ReportedRun) -> ReportSection:
             rows.append([cost_text, *(f"{loss:.4f}" for loss in losses), f"{losses[1] - losses[0]:+.4f}"])
     says = "Each loss is the mean of the last fiftieth of its run up to there."
     title = f"Loss at equal {by}"
-    scale, unit = 1.0, by
-    if by == "FLOPs":  # in the unit that suits the larger run
-        scale = 1000.0 ** (math.floor(math.log10(max(float(cost[-1]) for cost, _ in curves) or 1.0)) // 3)
-        unit = format_flops(scale).split()[1]
+    # Costs in the unit that suits the larger run.
+    scale = 1000.0 ** (math.floor(math.log10(max(float(cost[-1]) for cost, _ in curves) or 1.0)) // 3)
+    unit = f"{format_flops(scale).split()[1].removesuffix('FLOP')}{by.removesuffix('s')}s"
     lines = [DrawnLine(name, cost / scale, losses) for name, (cost, losses) in zip("AB", curves, strict=True)]
-    chart = lines_chart(title, lines, form="plain", x_name=unit)
-    return ReportSection(title, [by, "A", "B", "B - A"], rows, says, chart)
-
-
-def _series(a: ReportedRun, b: ReportedRun) -> list[ReportSection]:
-    """Speed of both over their steps, with the parts of a step that were waiting or padding."""
-    sections = []
-    for key, title, form in SERIES:
-        both = [[number(record.get(key)) for record in run.records] for run in (a, b)]
-        finite = [[value for value in values if value is not None] for values in both]
-        if key not in _COMPARED or not all(finite):
-            continue
-        steps = [[float(record["step"]) for record in run.records] for run in (a, b)]
-        lines, write = [DrawnLine(*line) for line in zip("AB", steps, both, strict=True)], FORMS[form]
-        chart = lines_chart(title, lines, form=form, detail=DETAIL)
-        shown = [np.percentile(values, _QUANTILES) for values in finite]
-        rows = [[f"{q} %", write(float(x)), write(float(y))] for q, x, y in zip(_QUANTILES, *shown, strict=True)]
-        sections.append(ReportSection(title, ["percentile of the records", "A", "B"], rows, chart=chart))
-    return sections
+    chart = lines_chart(title, lines, form="plain", x_name=unit, by_ratio=True)
+    return ReportSection(title, [by, "A", "B", "B - A"], rows, says, chart, f"over {unit}; A solid, B dashed")
 
 
 def _curve(run: ReportedRun, *keys: str) -> "tuple[np.ndarray, np.ndarray]":
@@ -313,7 +258,7 @@ def _curve(run: ReportedRun, *keys: str) -> "tuple[np.ndarray, np.ndarray]":
     return np.cumsum(spent), (sums[ends] - sums[starts]) / (ends - starts)
 
 
-def _settings(a: ReportedRun, b: ReportedRun) -> ReportSection:
+def settings_that_differ(a: ReportedRun, b: ReportedRun) -> ReportSection:
     """Settings of config.yaml that differ; both are without secrets already."""
     both = [_flat(run.files.get(CONFIG, "")) for run in (a, b)]
     below = [Counter(section for name in settings for section in _sections_of(name)) for settings in both]
@@ -356,13 +301,6 @@ def _nodes(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield from _nodes(child, f"{path}.{name}" if path else str(name))
 
 
-def _facts(a: ReportedRun, b: ReportedRun) -> ReportSection:
-    both = [dict(facts(run)) for run in (a, b)]
-    names = dict.fromkeys([*both[0], *both[1]])
-    rows = [[name, *(values.get(name, "-") for values in both)] for name in names]
-    return ReportSection("Each by itself", ["what", "A", "B"], rows)
-
-
 def _at(record: Mapping[str, Any], *keys: str) -> Any:
     value: Any = record
     for key in keys:
@@ -376,7 +314,3 @@ def _per_step(run: ReportedRun, *keys: str) -> float:
     records = [record for record in run.records if record.get("step") in counted]
     num_steps = round(sum(number(record.get("num_steps")) or 1.0 for record in records))
     return sum(number(_at(record, *keys)) or 0.0 for record in records) / max(1, num_steps)
-
-
-def _change(before: float, after: float) -> str:
-    return f"{100 * (after / before - 1):+.1f} %" if before else "-"

@@ -6,7 +6,7 @@ import re
 import shlex
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,10 @@ from headway.config.tree import ITEM, Setting, walk
 from headway.files import open_plain
 from headway.log.held_out import HeldOutTally
 from headway.log.jsonl import as_object
-from headway.log.run_files import METRICS
+from headway.log.run_files import METRICS, RESUMES, SUMMARY
 from headway.plugins import hooks_of_all
 from headway.report import format_bytes, format_flops, format_rate, format_share, printable
-from headway.report.charts import ChartMark, DrawnLine, bar_chart, heat_strip, lines_chart
+from headway.report.charts import ChartMark, DrawnLine, heat_strip, lines_chart
 from headway.report.quantity import number, numbers
 from headway.report.secrets import HIDDEN, hide_people
 from headway.report.section import ReportSection
@@ -92,11 +92,9 @@ def _look(name: str) -> str:
     return unicodedata.normalize("NFKC", name)
 
 
-SUMMARY, RESUMES = "summary.json", "resumes.jsonl"
 EXPLANATION = "explain.json"
 _PROFILE = re.compile(r"steps-(\d+)-\d+-rank-")
 _BASE64 = re.compile(r"[A-Za-z0-9+/=]{100,40000}")
-_SEEN = 0.01  # part of the time or the FLOPs; a smaller one stands in the table alone
 _UNPROFILED = "Records tell no time of components; a profile does."
 _MOST_RANKS, _MOST_SOURCES = 64, 12
 _MOST_ANSWERS, _LONGEST_ANSWER = 12, 400  # answers of the last evaluation, and length of one [characters]
@@ -120,11 +118,11 @@ def folder_sections(
     }
 
 
-def held_out_loss(folder: Path) -> DrawnLine | None:
+def held_out_loss(evaluations: Sequence[Mapping[str, Any]]) -> DrawnLine | None:
     """Loss of held-out samples over the steps; None without evaluations."""
-    pairs = [(number(record.get("step")), number(record.get("loss"))) for record in held_out(folder)]
+    pairs = [(number(record.get("step")), number(record.get("loss"))) for record in evaluations]
     points = sorted((step, loss) for step, loss in pairs if step is not None and loss is not None)
-    return DrawnLine("held-out", *zip(*points, strict=True)) if points else None
+    return DrawnLine("held out", *zip(*points, strict=True)) if points else None
 
 
 def _source_losses(records: Sequence[Mapping[str, Any]], marks: Sequence[ChartMark]) -> list[ReportSection]:
@@ -133,14 +131,12 @@ def _source_losses(records: Sequence[Mapping[str, Any]], marks: Sequence[ChartMa
     parts = _source_shares(records, shown)
     for name in shown:
         values = [number(_mapping(_mapping(record.get("sources")).get(name)).get("loss")) for record in records]
-        points = [(record["step"], value) for record, value in zip(records, values, strict=True) if value is not None]
+        points = [value for value in values if value is not None]
         if points:
             title = f"Loss of source {name}"
             steps = [float(record["step"]) for record in records]
-            chart = lines_chart(title, [DrawnLine("", steps, values)], form="plain", marks=marks)
-            ends = (("first", points[0]), ("last", points[-1]))
-            rows = [[f"{which}, step {step}", f"{loss:.4g}"] for which, (step, loss) in ends]
-            parts.append(ReportSection(title, ["of the records", "loss"], rows, chart=chart))
+            chart = lines_chart(title, [DrawnLine("", steps, values)], form="plain", marks=marks, is_noisy=True)
+            parts.append(ReportSection(title, chart=chart, remark=f"from {points[0]:.4g} to {points[-1]:.4g}"))
     return parts
 
 
@@ -155,7 +151,7 @@ def _source_shares(records: Sequence[Mapping[str, Any]], names: Sequence[str]) -
     by_source = {name: [share for share in row if share is not None] for name, row in by_name.items()}
     if not any(by_source.values()):
         return []
-    title = "Share of each source in the tokens of a step"
+    title = "Sources in the tokens of a step"
     chart = heat_strip(title, [*by_name.items()], form=format_share)
     rows = [[name, *(format_share(share) for share in (min(row), sum(row) / len(row), max(row)))]
             for name, row in by_source.items()]  # fmt: skip
@@ -205,20 +201,14 @@ def _times(folder: Path, records: Sequence[Mapping[str, Any]]) -> ReportSection:
             rows.insert(0, ["run.profile.start=N", "a setting of the run: profiles steps"])
         return ReportSection(title, ["first", "why"], rows, _UNPROFILED)
     all_flops = sum(flops.values())
-    # The dearest component first; bars leave out what nobody would see.
+    # The dearest component first.
     ordered = sorted(ns, key=lambda name: (-ns[name], name))
     shown = [(name, flops[name] / all_flops if all_flops else 0.0, ns[name] / all_ns) for name in ordered]
     rows = [[name, format_share(work), format_share(time)] for name, work, time in shown]
-    bars = [
-        (f"{name}, {what}", share, kind)
-        for name, *both in shown
-        for kind, (what, share) in enumerate(zip(("FLOPs", "time"), both, strict=True))
-        if share and max(both) >= _SEEN
-    ]
-    chart = _bars_of_two(title, bars, format_share)
     says = _which_steps(folder, profiled, records)
-    says += " FLOPs with what was run again, time in which kernels of it ran."
-    return ReportSection(title, ["component", "share of FLOPs", "share of time"], rows, says, chart)
+    says += " FLOPs have what was run again; time is that in which its kernels ran."
+    bars = [time for *_, time in shown]
+    return ReportSection(title, ["component", "share of FLOPs", "share of time"], rows, says, bars=bars)
 
 
 def _which_steps(folder: Path, profiled: Sequence[Mapping[str, Any]], records: Sequence[Mapping[str, Any]]) -> str:
@@ -282,21 +272,8 @@ def _memory(folder: Path) -> ReportSection:
     predicted, measured = _mapping(parts.get("predicted")), _mapping(parts.get("measured"))
     rows = [[name, _bytes(predicted.get(name)), _bytes(measured.get(name))] for name in {**predicted, **measured}]
     rows = [row for row in rows if any(row[1:])]
-    bars = [
-        (f"{name}, {what}", value, kind)
-        for name, *_ in rows
-        for kind, (what, of) in enumerate({"predicted": predicted, "measured": measured}.items())
-        if (value := number(of.get(name))) is not None and value >= 0
-    ]
     title = "Memory of a device by part, predicted and measured"
-    chart = _bars_of_two(title, bars, format_bytes)
-    return ReportSection(title, ["part", "predicted", "measured"], rows, chart=chart)
-
-
-def _bars_of_two(title: str, bars: Sequence[tuple[str, float, int]], form: Callable[[float], str]) -> str:
-    """Bars of two kinds below each other, by name, value and kind; "" of none."""
-    kinds = [kind for *_, kind in bars]
-    return bar_chart(title, [(name, value) for name, value, _ in bars], form=form, kinds=kinds) if bars else ""
+    return ReportSection(title, ["part", "predicted", "measured"], rows)
 
 
 def held_out(folder: Path) -> list[Mapping[str, Any]]:

@@ -2,6 +2,7 @@
 
 from headway.report.format import (
     format_bytes,
+    format_compact,
     format_count,
     format_duration,
     format_flops,
@@ -17,6 +18,7 @@ from headway.report.table import Column, render_lines, render_pairs, render_tabl
 __all__ = [
     "Column",
     "format_bytes",
+    "format_compact",
     "format_count",
     "format_duration",
     "format_flops",

@@ -1,7 +1,7 @@
-"""Lines, bars, histograms and heat strips as SVG: pure functions from numbers to text, the same for the same numbers.
+"""Lines, histograms and heat strips as SVG: pure functions from numbers to text, the same for the same numbers.
 
 Colours are CSS variables of the page (`headway.report.page`), so that light and dark both work. A chart is whole
-without a script; beside each line stand its numbers, which the page's own script reads to zoom and smooth.
+without a script; beside each line stand its values in words, which the page's own script shows under the pointer.
 """
 
 import math
@@ -11,10 +11,9 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from headway.report.format import format_duration, format_rounded, format_share
+from headway.report.format import format_compact, format_duration, format_rounded, format_share
 from headway.report.svg import (
     AXES,
-    COLOURS,
     NAMES,
     PLOT,
     WIDE,
@@ -27,49 +26,16 @@ from headway.report.svg import (
     shortened_label,
     stretched,
     text_element,
+    ticks,
     x_axis,
     y_axis,
 )
 
-_VALUE = 88  # room of a bar's value, before its name [pixels]
-_ROW, _BAR = 36, 12  # height of a bar with its words above, and of the bar alone [pixels]
 _STRIP, _STRIP_GAP = 22, 2  # height of a row of a heat strip, and between two [pixels]
 _SHADES = 20  # shades of a heat strip; neighbouring cells of one shade are drawn as one
-_MOST_CELLS = 128  # most cells of a row; a cell of a longer row is the largest of its bucket
+_MOST_CELLS = 96  # most cells of a row; a cell of a longer row is the largest of its bucket
 
 _Format = Callable[[float], str]
-
-
-def bar_chart(
-    title: str, bars: Sequence[tuple[str, float]], *, form: _Format, stacked: bool = False, kinds: Sequence[int] = ()
-) -> str:
-    """Draw named values as horizontal bars below their names; stacked ones begin where the one before ends.
-
-    Args:
-        title: what is drawn; escaped.
-        bars: name and value of each, not below 0.
-        form: a value with its unit.
-        stacked: the bars are parts of their sum, as of a waterfall.
-        kinds: which kind each bar is of, from 0, where they are of several; a kind has a colour.
-
-    Raises:
-        ValueError: there is no bar, or a value is below 0 or not finite.
-    """
-    if not bars or not all(math.isfinite(value) and value >= 0 for _, value in bars):
-        raise ValueError(f"bars need finite values from 0 on: {[*bars]}.")
-    total = (sum if stacked else max)(value for _, value in bars) or 1.0
-    drawn, before = [], 0.0
-    for row, (name, value) in enumerate(bars):
-        y = row * _ROW
-        # Value and name stand side by side above the bar, so that a narrow screen has room for all three.
-        drawn.append(text_element(str(_VALUE - 8), y + 14, form(value), "end"))
-        drawn.append(text_element(str(_VALUE), y + 14, shortened_label(name)))
-        colour = COLOURS[row % len(COLOURS) if stacked else kinds[row] if kinds else 0]
-        place = f'x="{percent(before / total)}" y="{y + 19}" width="{percent(value / total)}" height="{_BAR}"'
-        drawn.append(f'<rect {place} fill="var(--c{colour})"/>')
-        before += value if stacked else 0.0
-    description = "; ".join(f"{name}: {form(value)}" for name, value in bars)
-    return chart(title, description, drawn, len(bars) * _ROW)
 
 
 def histogram(
@@ -99,13 +65,13 @@ def histogram(
     weights = None if shares is None else np.asarray(shares, float)[np.isfinite(numbers)]
     counts, edges = np.histogram(finite, num_bins, weights=weights)
     y_of, left = y_axis(0.0, float(counts.max()), (lambda count: f"{count:g}") if shares is None else format_share)
-    x_of, below = x_axis(float(edges[0]), float(edges[-1]), "", form)
+    x_of, below = x_axis(float(edges[0]), float(edges[-1]), form)
     drawn = [left, below]
     for count, (start, end) in zip(counts, pairwise(edges), strict=True):
         x, y = x_of(float(start)), y_of(float(count))
         # A gap of a tenth between two bins, so that each is seen.
         place = f'x="{percent(x)}" y="{fixed(y)}" width="{percent(0.9 * (x_of(float(end)) - x))}"'
-        drawn.append(f'<rect {place} height="{fixed(PLOT - y)}" fill="var(--c0)"/>')
+        drawn.append(f'<rect {place} height="{fixed(PLOT - y)}" fill="var(--a)"/>')
     description = f"{len(finite)} values from {form(edges[0])} to {form(edges[-1])}."
     return chart(title, description, drawn, PLOT, AXES)
 
@@ -141,7 +107,7 @@ def heat_strip(title: str, rows: Sequence[tuple[str, Sequence[float | None]]], *
                 stroke = f"M{fixed(width * place)} {_STRIP // 2}h{fixed(width * count)}"
                 by_shade.setdefault(shade, []).append(stroke)
             place += count
-        drawn.append(f'<g stroke="var(--c0)" stroke-width="{_STRIP}" transform="translate(0 {y})">')
+        drawn.append(f'<g stroke="var(--a)" stroke-width="{_STRIP}" transform="translate(0 {y})">')
         for shade, parts in sorted(by_shade.items()):
             opacity = fixed(0.12 + 0.88 * shade / _SHADES)
             drawn.append(f'<path d="{"".join(parts)}" stroke-opacity="{opacity}"/>')
@@ -157,33 +123,49 @@ def buckets(length: int, count: int) -> list[slice]:
     return [slice(length * i // count, length * (i + 1) // count) for i in range(count)]
 
 
-NUM_BUCKETS = 200  # buckets of a long series; each keeps its smallest and its largest value
+NUM_BUCKETS = 150  # buckets of a long series; each keeps its smallest and its largest value
+_NUM_READ = 80  # buckets whose mean is told under the pointer
+_FEWEST = 40  # values of a line that is smoothed
+_PARTS = 40  # a smoothed value is the mean of so manieth part of the line around it
 _MANY = 20  # times the smallest value, from which on a linear axis hides what small ones do
-_MOST_WHOLE = 1e15  # larger places are told to six digits
-_MOST_MARKS = 100  # most marks of a kind that are drawn
-_MOST_NAMED = 8  # marks of a kind that are named in words
-_GAP = "-"  # a value that is missing, as the script reads it
-_MARK_WORDS = {
-    "restart": ("Went on after step", "Restarts after steps"),
-    "stage": ("A stage of the data begins with step", "Stages of the data begin with steps"),
-    "evaluation": ("Evaluation after step", "Evaluations after steps"),
-}
+_USUAL = (1, 99)  # percentiles of single values between which an axis shows them all
+_MOST_MARKS = 100  # most marks that are drawn
+_MOST_NAMED = 8  # marks that are named in words
+_NEAR = 0.05  # part of an axis, within which it begins at zero
+_UP = 10  # units of a curve's height in a pixel
+_LETTERS = "ab"  # classes of the first line and the second
 
 
 def _plain(value: float) -> str:
     return f"{value:.4g}"
 
 
-Form = Literal["plain", "share", "count", "duration"]
-"""Formats of the values of a line; the page's script has the same under these names."""
+def _duration_tick(seconds: float, high: float) -> str:
+    """A duration in the unit that suits the highest of its axis."""
+    unit, scale = next(
+        (unit, scale) for least, unit, scale in (
+            (10800.0, "h", 3600.0), (180.0, "min", 60.0), (1.0, "s", 1.0), (1e-3, "ms", 1e-3), (0.0, "us", 1e-6)
+        ) if high >= least
+    )  # fmt: skip
+    return f"{seconds / scale:.3g} {unit}"
 
-FORMS: Mapping[Form, Callable[[float], str]] = {
+
+Form = Literal["plain", "share", "count", "duration"]
+"""Formats of the values of a line."""
+
+FORMS: Mapping[Form, _Format] = {
     "plain": _plain,
     "share": format_share,
     "count": format_rounded,
     "duration": format_duration,
 }
 """A value with its unit."""
+_TICKS: Mapping[Form, Callable[[float, float], str]] = {
+    "plain": lambda value, _: _plain(value),
+    "share": lambda share, _: f"{100 * share:.3g} %",
+    "count": lambda count, _: format_compact(count),
+    "duration": _duration_tick,
+}
 
 
 class DrawnLine(NamedTuple):
@@ -195,12 +177,10 @@ class DrawnLine(NamedTuple):
 
 
 class ChartMark(NamedTuple):
-    """Something that happened at a step of a run."""
+    """A restart of a run, or the beginning of another stage: a thin rule with its name."""
 
     step: float  # step; between it and the next where it came after the step
-    # a restart is a dashed line, a stage of the data a dotted one with its name, an evaluation a short one
-    kind: Literal["restart", "stage", "evaluation"]
-    name: str = ""  # name of a stage; "" else
+    name: str = ""  # name at the rule's upper end; "" for none
 
 
 def lines_chart(
@@ -210,53 +190,52 @@ def lines_chart(
     form: Form,
     x_name: str = "step",
     marks: Sequence[ChartMark] = (),
+    dots: Sequence[DrawnLine] = (),
     by_ratio: bool = False,
-    detail: int = NUM_BUCKETS,
+    is_noisy: bool = False,
 ) -> str:
-    """Draw lines over one axis, each in its colour with its name; beside each its numbers, for the page's script.
-
-    A long line alone has a band: the 5th to 95th percentile of each bucket.
+    """Draw lines over one axis, each in its colour, and dots that belong to them.
 
     Args:
         title: what is drawn; escaped.
         lines: at least one.
-        form: how a value reads, a name in `FORMS`.
+        form: how a value reads, a name in `FORMS`; values that are no plain numbers begin at zero.
         x_name: unit of the steps.
         marks: what happened; outside of the steps none is drawn.
+        dots: further values over the steps, such as evaluations, of each line in turn.
         by_ratio: whether values that are all above 0 and span more than a factor of 20 have a logarithmic axis.
-        detail: buckets of a long series whose numbers the page holds, for the script to zoom into.
+        is_noisy: whether a line of many values is drawn smoothed, over its values in a faint line.
 
     Raises:
         ValueError: a line has no finite value, or not as many steps as values.
     """
-    series = [_numbers(line) for line in lines]
-    write = FORMS[form]
-    low, high = min(float(_finite(ys).min()) for *_, ys in series), max(float(_finite(ys).max()) for *_, ys in series)
-    ends = min(float(xs[0]) for _, xs, _ in series), max(float(xs[-1]) for _, xs, _ in series)
-    y_of, left = y_axis(low, high, write, by_ratio=by_ratio and 0 < low < high / _MANY)
-    x_of, below = x_axis(*ends, x_name, leaves_room=len(series) > 1)
+    series, points = [_numbers(line) for line in lines], [_numbers(line) for line in dots]
+    means = [_smoothed(ys) if is_noisy and len(ys) >= _FEWEST else ys for _, _, ys in series]
+    begin, end = min(float(xs[0]) for _, xs, _ in series), max(float(xs[-1]) for _, xs, _ in series)
+    ends = (0.0 if 0 < begin < _NEAR * end else begin), end
+    y_of, left = _values_axis([*means, *(ys for *_, ys in points)], [ys for *_, ys in series], form, by_ratio=by_ratio)
+    x_of, below = x_axis(*ends)
     inside = [mark for mark in marks if ends[0] <= mark.step <= ends[1]]
-    # Curves in the order in which they cover each other: the band, then the lines.
-    curves, names, texts = [], [], []
-    if len(series) == 1 and len(series[0][1]) > 2 * NUM_BUCKETS:
-        curves.append(_band(*series[0][1:], x_of, y_of))
-    for number, (name, xs, ys) in enumerate(series):
-        colour = f"var(--c{COLOURS[number]})"
-        curves.append(_line_tag(name, colour, xs, ys, detail))
-        curves += _drawn_line([(x_of(x), y_of(y)) for x, y in reduced(xs, ys)], is_dashed=number > 0)
-        curves.append("</g>")
-        if name:
-            names.append(_named_line([line for line, *_ in series[number:]], colour))
-        finite = _finite(ys)
-        whose = f"{name}: " if name else ""
-        least, most = write(float(finite.min())), write(float(finite.max()))
-        texts.append(f"{whose}{len(finite)} values over {x_name} {xs[0]:g} to {xs[-1]:g}: from {least} to {most}.")
-    described = " ".join([*texts, *_marks_in_words(inside)])
-    drawn = [left, below, *_drawn_marks(inside, x_of), stretched(curves, PLOT), *names]
-    # Facts of the chart that the script needs beside its lines.
-    facts = {"of": x_name, "form": form, "ratio": int(by_ratio), "marks": _marks_as_text(inside)}
-    attributes = "".join(f' data-{key}="{safe(str(value))}"' for key, value in facts.items())
-    return chart(title, described, drawn, PLOT, AXES, attributes)
+    # Faint values lie below all lines, and dots above them.
+    faint, curves, above, texts = [], [], [], []
+    for letter, (name, xs, ys), mean in zip(_LETTERS * len(series), series, means, strict=False):
+        if mean is not ys:
+            faint.append(f'<path class="faint {letter}" d="{_path(reduced(xs, ys), x_of, y_of)}"/>')
+        picked = np.unique(np.linspace(0, len(xs) - 1, 2 * NUM_BUCKETS).round().astype(int))
+        drawn = reduced(xs, ys) if mean is ys else [*zip(xs[picked], mean[picked], strict=True)]
+        readings = _readings(xs, ys, x_of, FORMS[form])
+        curves.append(
+            f'<path class="line {letter}" d="{_path(drawn, x_of, y_of)}" data-name="{safe(name)}" {readings}/>'
+        )
+        texts.append(_in_words(name, xs, ys, x_name, FORMS[form]))
+    for letter, (name, xs, ys) in zip(_LETTERS if len(series) > 1 else " ", points, strict=False):
+        path = "".join(_path([point], x_of, y_of) for point in zip(xs, ys, strict=True))
+        above.append(f'<path class="ring {letter}" d="{path}"/><path class="hole" d="{path}"/>')
+        texts.append(_in_words(name, xs, ys, x_name, FORMS[form]))
+    texts += [f"Marked: {_marks_in_words(inside)}."] if inside else []
+    parts = [left, below, *_drawn_marks(inside, x_of), stretched([*faint, *curves], PLOT, _UP)]
+    parts += [stretched(above, PLOT, _UP, "curves dots")] if above else []
+    return chart(title, " ".join(texts), parts, PLOT, AXES, f' data-of="{safe(x_name)}"')
 
 
 def _numbers(line: DrawnLine) -> "tuple[str, np.ndarray, np.ndarray]":
@@ -267,79 +246,87 @@ def _numbers(line: DrawnLine) -> "tuple[str, np.ndarray, np.ndarray]":
     return line.name, xs, ys
 
 
+def _smoothed(values: "np.ndarray", passes: int = 2) -> "np.ndarray":
+    """The mean of the finite values around each, taken twice so that a single value leaves no step; NaN without any."""
+    half = max(1, len(values) // (4 * _PARTS))
+    finite = np.isfinite(values)
+    sums, counts = (np.concatenate([[0.0], np.cumsum(np.where(finite, part, 0.0))]) for part in (values, 1.0))
+    places = np.arange(len(values))
+    begin, end = np.maximum(places - half, 0), np.minimum(places + half + 1, len(values))
+    count = counts[end] - counts[begin]
+    means = np.where(count > 0, (sums[end] - sums[begin]) / np.maximum(count, 1.0), math.nan)
+    return means if passes == 1 else _smoothed(means, passes - 1)
+
+
+def _values_axis(
+    lines: "Sequence[np.ndarray]", singles: "Sequence[np.ndarray]", form: Form, *, by_ratio: bool
+) -> tuple[Scale, str]:
+    """The axis of values that shows all of some lines, and of single values all but the rarest."""
+    ends = [np.percentile(_finite(ys), _USUAL) for ys in singles]
+    shown = np.concatenate([*map(_finite, lines), *ends])
+    low, high = float(shown.min()), float(shown.max())
+
+    def write(value: float) -> str:
+        return _TICKS[form](value, high)
+
+    if by_ratio and 0 < low < high / _MANY:
+        return y_axis(low, high, write, by_ratio=True)
+    low, high = (low if form == "plain" else min(low, 0.0)), max(high, low)
+    if high > low:  # a round number at either end
+        marks = ticks(low, high, 4)
+        step = marks[1] - marks[0] if len(marks) > 1 else high - low
+        low, high = step * math.floor(low / step + 1e-6), step * math.ceil(high / step - 1e-6)
+    return y_axis(low, high, write)
+
+
+def _path(points: "Sequence[tuple[float, float]]", x_of: Scale, y_of: Scale) -> str:
+    """The path through points, with gaps where one is not finite; a point between two gaps is a dot."""
+    drawn: list[str] = []
+    before = None
+    for x, y in points:
+        up = y_of(y) if math.isfinite(y) else math.nan
+        if not math.isfinite(up):
+            before = None
+            continue
+        place = round(WIDE * x_of(x)), round(_UP * up)
+        drawn.append(f"M{place[0]} {place[1]}h0" if before is None
+                     else f"l{place[0] - before[0]} {place[1] - before[1]}")  # fmt: skip
+        before = place
+    return "".join(drawn)
+
+
+def _readings(xs: "np.ndarray", ys: "np.ndarray", x_of: Scale, write: _Format) -> str:
+    """Values that the page's script shows under the pointer: places [1/1000 of the plot], steps and values in words."""
+    parts = [part for part in buckets(len(xs), _NUM_READ) if np.isfinite(ys[part]).any()]
+    places = " ".join(f"{1000 * x_of(float(xs[part].mean())):.0f}" for part in parts)
+    steps = (f"{xs[part][0]:,.10g}" + (f" to {xs[part][-1]:,.10g}" if len(xs[part]) > 1 else "") for part in parts)
+    values = (write(float(_finite(ys[part]).mean())) for part in parts)
+    return f'data-at="{places}" data-steps="{"|".join(steps)}" data-values="{"|".join(values)}"'
+
+
+def _in_words(name: str, xs: "np.ndarray", ys: "np.ndarray", x_name: str, write: _Format) -> str:
+    finite = _finite(ys)
+    least, most = write(float(finite.min())), write(float(finite.max()))
+    whose = f"{name}: " if name else ""
+    return f"{whose}{len(finite):,} values over {x_name} {xs[0]:,.10g} to {xs[-1]:,.10g}, from {least} to {most}."
+
+
 def _drawn_marks(marks: Sequence[ChartMark], x_of: Scale) -> list[str]:
-    """Lines of marks; of a kind that has many, a part evenly chosen."""
     drawn, named_until = [], -math.inf
-    for kind in _MARK_WORDS:
-        of_kind = [mark for mark in marks if mark.kind == kind]
-        for mark in of_kind[:: max(1, math.ceil(len(of_kind) / _MOST_MARKS))]:
-            x = percent(x_of(mark.step))
-            drawn.append(f'<line class="{kind}" x1="{x}" x2="{x}" y2="{7 if kind == "evaluation" else PLOT}"/>')
-            # A name that would run into the one before it, or over the edge, on a narrow screen is not drawn.
-            begin, end, anchor = name_room(x_of(mark.step), mark.name)
-            if mark.name and begin > named_until:
-                drawn.append(text_element(x, -5, mark.name, anchor))
-                named_until = end
+    for mark in sorted(marks)[:: max(1, math.ceil(len(marks) / _MOST_MARKS))]:
+        x = percent(x_of(mark.step))
+        drawn.append(f'<line class="mark" x1="{x}" x2="{x}" y2="{PLOT}"/>')
+        # A name that would run into the one before it, or over the edge, on a narrow screen is not drawn.
+        begin, end, anchor = name_room(x_of(mark.step), mark.name)
+        if mark.name and begin > named_until:
+            drawn.append(text_element(x, -5, mark.name, anchor))
+            named_until = end
     return drawn
 
 
-def _marks_in_words(marks: Sequence[ChartMark]) -> list[str]:
-    sentences = []
-    for kind, (single, several) in _MARK_WORDS.items():
-        of_kind = [f"{mark.step:g}" + (f" ({mark.name})" if mark.name else "") for mark in marks if mark.kind == kind]
-        if of_kind:
-            more = f" and {len(of_kind) - _MOST_NAMED} more" if len(of_kind) > _MOST_NAMED else ""
-            which = ", ".join(of_kind[:_MOST_NAMED])
-            sentences.append(f"{single if len(of_kind) == 1 else several} {which}{more}.")
-    return sentences
-
-
-def _marks_as_text(marks: Sequence[ChartMark]) -> str:
-    return "|".join(f"{mark.step:g} {mark.kind} {mark.name.replace('|', ' ')}" for mark in marks)
-
-
-def _drawn_line(places: Sequence[tuple[float, float]], *, is_dashed: bool) -> list[str]:
-    """A line through places, with gaps where one is not finite; a place between two gaps is a dot."""
-    dashed = ' stroke-dasharray="7 3"' if is_dashed else ""  # dashes let two lines that coincide both be seen
-    drawn = []
-    for piece in _pieces(places):
-        if len(piece) == 1:
-            x, y = piece[0]
-            drawn.append(f'<path class="dot" d="M{fixed(WIDE * x)} {fixed(y)}h0"/>')
-        else:
-            joined = " ".join(f"{WIDE * x:.0f},{fixed(y)}" for x, y in piece)
-            drawn.append(f'<polyline points="{joined}"{dashed}/>')
-    return drawn
-
-
-def _named_line(names: Sequence[str], colour: str) -> str:
-    """The first of some names beside its colour, below the chart, with room for more names on its right."""
-    room = sum(30 + 7 * len(name) for name in names)
-    swatch = f'<rect x="100%" y="{PLOT + 28}" width="14" height="4" fill="{colour}"/>'
-    return f'<g transform="translate({10 - room} 0)">{swatch}{text_element("100%", PLOT + 34, names[0], dx=18)}</g>'
-
-
-def _line_tag(name: str, colour: str, xs: "np.ndarray", ys: "np.ndarray", detail: int) -> str:
-    """The opening tag of a line's group, with its numbers as text: steps as differences of whole units, and values.
-
-    Of a long series these are the smallest and the largest value of each bucket, and the mean of each as well.
-    """
-    points = reduced(xs, ys, detail)
-    most = max(abs(x) for x, _ in points) or 1.0
-    is_whole = all(x == round(x) for x, _ in points) and most < _MOST_WHOLE
-    unit = 1.0 if is_whole else 10.0 ** (math.floor(math.log10(most)) - 5)
-    data = {"name": name, "unit": f"{unit:g}", **_as_text(points, unit)}
-    if len(xs) > 2 * detail:
-        parts = [part for part in buckets(len(xs), detail) if np.isfinite(ys[part]).any()]
-        means = [(float(xs[part].mean()), float(np.nanmean(_finite(ys[part])))) for part in parts]
-        data |= {f"mean-{key}": text for key, text in _as_text(means, unit).items()}
-    return f'<g stroke="{colour}" ' + " ".join(f'data-{key}="{safe(value)}"' for key, value in data.items()) + ">"
-
-
-def _as_text(points: Sequence[tuple[float, float]], unit: float) -> dict[str, str]:
-    places = [round(x / unit) for x, _ in points]
-    steps = " ".join(str(after - before) for before, after in pairwise([0, *places]))
-    return {"x": steps, "y": " ".join(f"{y:.6g}" if math.isfinite(y) else _GAP for _, y in points)}
+def _marks_in_words(marks: Sequence[ChartMark]) -> str:
+    words = [f"{mark.name or 'a mark'} at {mark.step:,.10g}" for mark in marks[:_MOST_NAMED]]
+    return ", ".join(words) + (f" and {len(marks) - _MOST_NAMED} more" if len(marks) > _MOST_NAMED else "")
 
 
 def _finite(values: "np.ndarray") -> "np.ndarray":
@@ -360,25 +347,3 @@ def reduced(steps: "np.ndarray", values: "np.ndarray", count: int = NUM_BUCKETS)
         places = sorted({int(finite[ys[finite].argmin()]), int(finite[ys[finite].argmax()])}) if len(finite) else [0]
         points += [(float(steps[part][place]), float(ys[place])) for place in places]
     return points
-
-
-def _band(xs: "np.ndarray", ys: "np.ndarray", x_of: Scale, y_of: Scale) -> str:
-    upper, lower = [], []
-    for part in buckets(len(xs), NUM_BUCKETS // 2):  # a band needs fewer than the line's peaks
-        finite = ys[part][np.isfinite(ys[part])]
-        if len(finite):
-            low, high = np.percentile(finite, [5, 95])
-            x = f"{WIDE * x_of(float(xs[part].mean())):.0f}"
-            upper.append(f"{x},{fixed(y_of(float(high)))}")
-            lower.append(f"{x},{fixed(y_of(float(low)))}")
-    return f'<polygon points="{" ".join(upper + lower[::-1])}"/>'
-
-
-def _pieces(points: Sequence[tuple[float, float]]) -> list[list[tuple[float, float]]]:
-    pieces: list[list[tuple[float, float]]] = [[]]
-    for x, y in points:
-        if math.isfinite(y):
-            pieces[-1].append((x, y))
-        elif pieces[-1]:
-            pieces.append([])
-    return [piece for piece in pieces if piece]

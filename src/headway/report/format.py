@@ -50,6 +50,16 @@ def format_rounded(count: float) -> str:
     return format_count(round(count)) if _is_known(count) else _NOT_KNOWN
 
 
+def format_compact(count: float) -> str:
+    """Format a count in thousands, millions or billions, by three digits.
+
+    >>> format_compact(1_620_345), format_compact(500)
+    ('1.62 M', '500')
+    """
+    power, unit = next(((p, u) for p, u in ((1e9, " B"), (1e6, " M"), (1e3, " k")) if abs(count) >= p), (1.0, ""))
+    return f"{count / power:.3g}{unit}"
+
+
 def format_share(fraction: float) -> str:
     """Format a fraction as percent.
 

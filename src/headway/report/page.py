@@ -17,8 +17,7 @@ from headway.report.format import format_share
 from headway.report.secrets import printable
 from headway.report.svg import within
 
-# The page's own script: charts that are read and zoomed, tables that sort.
-_SCRIPT = "".join(Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("charts.js", "tables.js"))
+_SCRIPT = Path(__file__).with_name("page.js").read_text(encoding="utf-8")
 _WIDTH, _HEADING, _APART = 640, 28, 8  # width of a file of charts, room of a heading, and room below a chart [pixels]
 
 

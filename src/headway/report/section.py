@@ -64,9 +64,11 @@ class ReportSection:
 
     title: str = ""  # heading; "" for none
     headings: Sequence[str] = ()  # columns of the table; none without a table
-    rows: Sequence[Sequence[str]] = ()  # rows of the table; a page leaves out a section without rows
+    rows: Sequence[Sequence[str]] = ()  # rows of the table; a page leaves out a section without any, chart or points
     says: str = ""  # a sentence before it
     chart: str = ""  # SVG of `headway.report.charts`; Markdown has the table alone
+    remark: str = ""  # a few words on the chart, on its right
+    bars: Sequence[float] = ()  # part of the largest row that each row is, from 0 to 1; on a page alone
     image: str = ""  # a PNG in base64 in place of a chart
     pictures: Sequence[str] = ()  # a small JPEG in base64 for each row, "" for none; on a page alone
     footer: Sequence[str] = ()  # last row of the table, such as totals, set apart in text
@@ -101,10 +103,10 @@ class ReportSection:
     def _columns(self) -> list[Column]:
         return [Column(name, "left" if place in self.left else "right") for place, name in enumerate(self.headings)]
 
-    def as_markdown(self) -> str:
-        """Render it for an issue."""
+    def as_markdown(self, level: int = 2) -> str:
+        """Render it for an issue, its title as a heading of a level."""
         title = markdown_text(self.title)
-        parts = [] if not title else [f"**{title}**" if self.is_sentence else f"## {title}"]
+        parts = [] if not title else [f"**{title}**" if self.is_sentence else f"{'#' * level} {title}"]
         parts += [markdown_text(self.says)] if self.says else []
         parts += [markdown_table(self._columns, self.rows, self.footer or None)] if self.headings else []
         parts += ["\n".join(f"* {markdown_text(point)}" for point in self.points)] if self.points else []

@@ -24,26 +24,22 @@ class Margins(NamedTuple):
     left: int = 0
 
 
-BARE = Margins("bare")
-AXES = Margins("axes", 18, 12, 40, 84)
+AXES = Margins("axes", 16, 10, 22, 58)
 NAMES = Margins("names", left=112)  # room for the names of a heat strip's rows
-PLOT = 168  # height of a plot with axes [pixels]
+PLOT = 150  # height of a plot with axes [pixels]
 WIDE = 1000  # width of a drawing that is stretched
-NARROWEST = 340 - AXES.left - AXES.right  # a plot on a screen of 375 pixels, less the page's margins [pixels]
-_CHARACTER = 7.2  # width of a digit at most [pixels]
+NARROWEST = 315 - AXES.left - AXES.right  # a plot on a screen of 375 pixels, less the margins of page and card [pixels]
+_CHARACTER = 6.8  # width of a digit at most [pixels]
 _APART = 10  # between two labels [pixels]
 _MOST_TICKS = 5
 _FAR = 0.7  # share of a plot, from where on a name stands on the left of its place
 _FEW_POWERS = 3  # powers of ten, up to which an axis has room for ticks between them
-COLOURS = (0, 2, 3, 4, 5, 6, 7)
-"""Numbers of the page's colours for lines and bars; --c1 is the band's, too light for either."""
-
 Scale = Callable[[float], float]
 """Where a value stands: on an axis of x as a fraction of the plot, on one of y as pixels from its top."""
 
 
 def chart(
-    title: str, description: str, drawn: Sequence[str], height: int, margins: Margins = BARE, attributes: str = ""
+    title: str, description: str, drawn: Sequence[str], height: int, margins: Margins, attributes: str = ""
 ) -> str:
     """Put what is drawn into a chart that says in words what it shows.
 
@@ -78,17 +74,17 @@ def within(drawn: str, y: float, width: float) -> tuple[str, int]:
     """
     opening = _OPENING.match(drawn)
     assert opening is not None, "a chart begins with its size"
-    margins = next(margins for margins in (BARE, AXES, NAMES) if margins.name == opening[1])
+    margins = next(margins for margins in (AXES, NAMES) if margins.name == opening[1])
     height = int(opening[2])
     room = width - margins.left - margins.right, height - margins.top - margins.bottom
     size = f'x="{margins.left}" y="{y + margins.top:g}" width="{room[0]:g}" height="{room[1]}" overflow="visible"'
     return f'<svg role="img" class="{margins.name}" {size}{drawn[opening.end() :]}', height
 
 
-def stretched(drawn: Sequence[str], height: int) -> str:
-    """Put curves that are drawn `WIDE` wide over all of a plot; what stands outside of it is cut."""
-    box = f'viewBox="0 0 {WIDE} {height}" preserveAspectRatio="none" width="100%" height="{height}"'
-    return f'<svg class="curves" {box}>{"".join(drawn)}</svg>'
+def stretched(drawn: Sequence[str], height: int, up: int = 1, kind: str = "curves") -> str:
+    """Put curves that are drawn `WIDE` wide, and so many units to a pixel high, over all of a plot."""
+    box = f'viewBox="0 0 {WIDE} {up * height}" preserveAspectRatio="none" width="100%" height="{height}"'
+    return f'<svg class="{kind}" {box}>{"".join(drawn)}</svg>'
 
 
 def text_element(x: str, y: float, text: str, anchor: str = "start", dx: float = 0) -> str:
@@ -184,37 +180,29 @@ def y_axis(low: float, high: float, form: Callable[[float], str], *, by_ratio: b
     for tick in distinct_ticks(low, high, form, by_ratio=by_ratio):
         y = y_of(tick)
         drawn.append(f'<line x2="100%" y1="{fixed(y)}" y2="{fixed(y)}" stroke="var(--grid)"/>')
-        drawn.append(text_element("0", y + 4, form(tick), "end", dx=-6))
-    if by_ratio:
-        drawn.append(text_element("0", PLOT + 34, "logarithmic", "end", dx=-14))
+        drawn.append(text_element("0", y + 4, form(tick), "end", dx=-8))
     return y_of, "".join(drawn)
 
 
-def x_axis(
-    low: float, high: float, name: str, form: Callable[[float], str] | None = None, *, leaves_room: bool = False
-) -> tuple[Scale, str]:
+def x_axis(low: float, high: float, form: Callable[[float], str] | None = None) -> tuple[Scale, str]:
     """Make the axis below the plot, with as many ticks as a narrow screen has room for.
 
     Args:
         low: at the left end.
         high: at the right end.
-        name: what stands along it, below the ticks; "" for nothing.
         form: a place with its unit; digits if None.
-        leaves_room: whether the name stands on the left, since names of lines stand on the right.
     """
     span = high - low if high > low else 1.0
 
     def x_of(value: float) -> float:
         return (value - low) / span
 
-    drawn = [f'<line x2="100%" y1="{PLOT}" y2="{PLOT}" stroke="var(--ink)"/>']
+    drawn = []
     for place, label in labels(low, high, form or (lambda tick: f"{tick:,.10g}")):
         if _is_cut(place, label):
-            drawn.append(text_element("100%", PLOT + 16, label, "end", dx=AXES.right))
+            drawn.append(text_element("100%", PLOT + 17, label, "end", dx=AXES.right))
         else:
-            drawn.append(text_element(percent(place), PLOT + 16, label, "middle"))
-    if name:
-        drawn.append(text_element("0" if leaves_room else "50%", PLOT + 34, name, "start" if leaves_room else "middle"))
+            drawn.append(text_element(percent(place), PLOT + 17, label, "middle"))
     return x_of, "".join(drawn)
 
 
