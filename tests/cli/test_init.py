@@ -201,3 +201,18 @@ def test_sounds_go_to_models_that_read_them_and_pictures_to_others(headway, soun
         result = headway("new-model", "tiny", *named)
         assert (result.code, says in " ".join(result.err.split())) == (2 if like else 1, True), result.err
     assert not (sounds.parent / "tiny").exists()
+
+
+@pytest.mark.slow
+def test_init_and_the_run_count_the_same_steps_of_pairs(headway, questions):
+    """A prompt stands in a pack once for both of its answers, in the count as in the run."""
+    sums = [(a, b) for a in range(1, 9) for b in range(1, 9)]
+    rows = [{"prompt": f"What is {a} plus {b}?", "chosen": f"{a + b}", "rejected": f"{a + b + 1}"} for a, b in sums]
+    (questions / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert headway("new-model", "tiny", "--data", "pairs.jsonl", "--size", "100k").code == 0
+    said = json.loads(headway("init", "--model", "tiny", "--data", "pairs.jsonl", "-o", "a.yaml", "--json").out)
+    few = [word for setting in ("optim.epochs=1", "run.device=cpu") for word in ("--set", setting)]
+    trained = headway("train", "a.yaml", *few)
+    assert trained.code == 0, trained.err
+    summary = json.loads((questions / "runs/a/summary.json").read_text())
+    assert summary["steps"] == said["steps_per_epoch"]

@@ -362,7 +362,7 @@ def speeds_of(config: "TrainConfig", cost_model: "CostModel", device: "Device | 
             float8=config.run.dtype == "float8",
             power_w=config.plan.power_w,
         )
-    with needs_extra("planning for this machine"):
+    with needs_extra("no device is named (--device H100 would name one), and planning for this machine"):
         from headway.devices.ceilings import matmul_ceiling
         from headway.predict.block_times import with_blocks
 

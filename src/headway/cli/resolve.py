@@ -42,6 +42,7 @@ def resolve_cost_model(name: str) -> "CostModel":
     shipped = shipped_name(name)
     if shipped is not None:
         return load_cost_model(shipped)
+    check_name(name)
     with (
         needs_extra(f"{name!r} is not a shipped model, so its own code must be traced, and that"),
         working(f"tracing {name}"),
@@ -193,16 +194,12 @@ def resolve_config(name: str) -> Any:
         UnknownModelError: the name is none of these; the message lists the nearest shipped names.
         HeadwayError: transformers is not installed.
     """
-    from headway.count.models import nearest, shipped_name
+    from headway.count.models import shipped_name
 
+    check_name(name)
     path = Path(name).expanduser()
     path = model_of_run(path) or path
     is_known = shipped_name(name) is not None or path.exists()
-    if not is_known and not _is_hub_id(name):
-        raise UnknownModelError(
-            f"{name!r} is neither a shipped model, nor a config's JSON file or a folder with a config.json here, nor a "
-            f"Hub id (OWNER/MODEL). {nearest(name)}"
-        )
     with needs_extra(f"building the configuration of {name!r}"):
         if not is_known:
             from headway.hub import located
@@ -211,6 +208,21 @@ def resolve_config(name: str) -> Any:
         from headway.models.load import named_config
 
         return named_config(str(path) if path.exists() else name)
+
+
+def check_name(name: str) -> None:
+    """Refuse a name that nothing can stand for, before a library that would open the model is asked for.
+
+    Raises:
+        UnknownModelError: the name is none of those that MODEL takes; the message lists the nearest shipped names.
+    """
+    from headway.count.models import nearest, shipped_name
+
+    if shipped_name(name) is None and not Path(name).expanduser().exists() and not _is_hub_id(name):
+        raise UnknownModelError(
+            f"{name!r} is neither a shipped model, nor a config's JSON file or a folder with a config.json here, nor a "
+            f"Hub id (OWNER/MODEL). {nearest(name)}"
+        )
 
 
 def _is_hub_id(name: str) -> bool:

@@ -37,6 +37,15 @@ _SAMPLES_PER_STEP = 16  # at least, by accumulation
 _SMALL_MODEL = 100_000_000  # parameters; nobody fine-tunes so few
 
 
+_LEAST_RUN = {
+    "model": {"path": "model"},
+    "data": {"train": [{"path": "data"}], "tokens_per_pack": 1},
+    "optim": {"steps": 1, "lr": 1.0},
+    "run": {"folder": "run"},
+}
+"""Settings that every configuration needs, around an objective's own."""
+
+
 @dataclass(frozen=True)
 class MeasuredLengths:
     """Lengths of all samples that can be used.
@@ -150,8 +159,10 @@ def suggest(
         DataError: no sample can be used.
         ConfigError: nothing makes it fit the device.
     """
+    objective = _objective(MeasuredLengths.of(list(data.values())))
+    data = _as_packed(data, objective, cost_model)
     lengths = MeasuredLengths.of(list(data.values()))
-    pack, objective = pack_length(lengths), _objective(lengths)
+    pack = pack_length(lengths)
     # the recipe without what depends on the device
     added = {setting: list(tokens) for setting, tokens in (new_tokens or {}).items() if tokens}
     raw: dict[str, Any] = {
@@ -270,6 +281,18 @@ def _objective(lengths: MeasuredLengths) -> SuggestedObjective | None:
     hooks = [plugin.hook("suggested") for plugin in objectives()]
     suggestions = [hook(are_pairs=lengths.are_pairs) for hook in hooks if hook is not None]
     return next((suggestion for suggestion in suggestions if suggestion is not None), None)
+
+
+def _as_packed(
+    data: Mapping[str, LengthIndex], objective: SuggestedObjective | None, cost_model: CostModel
+) -> Mapping[str, LengthIndex]:
+    """Indices with the lengths that packs hold: a prompt once, where the run and the model share prompts."""
+    if objective is None or cost_model.mixed_otherwise:
+        return data
+    section = TrainConfig.model_validate({**_LEAST_RUN, **objective.sections}).objective_section
+    if section is None or not section.shares_prompts:
+        return data
+    return {path: index.with_prompts_once() for path, index in data.items()}
 
 
 def _fitted(

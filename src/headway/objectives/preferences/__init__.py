@@ -21,3 +21,6 @@ OBJECTIVE = ObjectivePlugin(
         "suggested": "plans:for_pairs",
     },
 )
+
+# A process that unpickles a setting imports this package first, and the configuration has its section as a field.
+import headway.config  # noqa: E402, F401 - after OBJECTIVE, which the configuration asks for
