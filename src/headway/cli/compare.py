@@ -46,6 +46,10 @@ def compare(
     dtype: options.DtypeOption = None,
     step_time: StepTimeOption = None,
     ranks: options.RanksOption = 1,
+    convention: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Show this convention beside `useful`, and no others. Repeatable."),
+    ] = None,
     as_json: options.JsonOption = False,
 ) -> None:
     """Show one step in every convention: FLOPs, rate and MFU as each tool would print them, and why they differ.
@@ -60,7 +64,7 @@ def compare(
             "Whether two runs trained on the same samples says `headway check RUN OTHER`."
         )
     from headway.audit import compare as compare_step
-    from headway.conventions import Step
+    from headway.conventions import Step, get_convention
 
     if device is None or step_time is None:
         missing = "--device" if device is None else "--step-time"
@@ -68,6 +72,7 @@ def compare(
             f"{missing} is missing: an MFU needs the device and the step's wall time in seconds, for example "
             "--device H100 --step-time 1.9. FLOPs alone are what `headway flops --convention NAME` counts."
         )
+    chosen = {get_convention(name).name for name in convention or ()}
     # One step as tools see it: its workload, and the row length that those without segments bill.
     workload = work.in_patches(model).build()
     row_length = _seq_len(seq_len, workload.slots, ranks, int(workload.segments.max()))
@@ -80,6 +85,8 @@ def compare(
     # A multiply-accumulate is two FLOPs; papers print the forward pass in these.
     forward_macs = cost_model.count(workload).forward // 2
     rows = compare_step(resolve_architecture(model, cost_model), step, step_time, peak, ranks)
+    if chosen:
+        rows = [row for row in rows if row.convention.name in {"useful", *chosen}]
     warn_of_unknown(cost_model.unknown)
     compared = cost_model.name, step, step_time, ranks, peak, rows
     print_result(

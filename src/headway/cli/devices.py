@@ -3,6 +3,7 @@
 import sys
 import textwrap
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,6 +17,8 @@ from headway.report import Column, format_rate, format_share, render_lines, rend
 from headway.report.table import width_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
     from headway.count import CostModel
@@ -34,6 +37,9 @@ def devices(
         str | None,
         typer.Argument(metavar="NAME", help="What a driver reports, a short name (H100, 4090) or a key; any case."),
     ] = None,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", metavar="NAME", help="Show the peaks of this dtype alone, such as bf16.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """List the devices whose peak is known, or show one of them with its source.
@@ -42,22 +48,48 @@ def devices(
 
     Example: headway devices H100
     """
-    from headway.devices.table import all_devices
+    from headway.devices.table import DTYPES, all_devices
 
+    if dtype is not None and dtype not in DTYPES:
+        raise UsageError(f"--dtype {dtype!r} is not known. Give one of {', '.join(DTYPES)}.")
     if name is not None:
-        _show(name, as_json)
-    else:
-        listed = list(all_devices())
-        print_result(lambda: {"devices": list(map(_record, listed))}, lambda: _text_of_all(listed), as_json=as_json)
+        _show(name, dtype, as_json)
+        return
+    listed = _in_dtype(list(all_devices()), dtype)
+    columns = _DTYPE_COLUMNS if dtype is None else (dtype,)
+    print_result(
+        lambda: {"devices": list(map(_record, listed))}, lambda: _text_of_all(listed, columns), as_json=as_json
+    )
 
 
-def _show(name: str, as_json: bool) -> None:
+def _in_dtype(shown: "list[Device]", dtype: str | None) -> "list[Device]":
+    """The devices that have a peak in a dtype, with that peak alone; all as they are without a dtype."""
+    if dtype is None:
+        return shown
+    return [
+        replace(
+            device,
+            peak_flops_per_s={dtype: device.peak_flops_per_s[dtype]},
+            fp16_accumulate_flops_per_s={
+                name: rate for name, rate in device.fp16_accumulate_flops_per_s.items() if name == dtype
+            },
+        )
+        for device in shown
+        if dtype in device.peak_flops_per_s
+    ]
+
+
+def _show(name: str, dtype: str | None, as_json: bool) -> None:
     from headway.devices.names import named_devices, properties
 
     try:
         matches = named_devices(name)
     except UnknownDeviceError as error:
         raise UsageError(str(error)) from error
+    known = ", ".join(matches[0].peak_flops_per_s)
+    matches = _in_dtype(matches, dtype)
+    if not matches:
+        raise UsageError(f"No source has a peak of {name} in {dtype}. Those with a source are {known}.")
     if len(matches) > 1:
         keys = " and ".join(f"{device.key} ({properties(device)})" for device in matches)
         warn(f"{name} is the name of {keys}; only these properties tell them apart.")
@@ -94,12 +126,12 @@ def _record(device: "Device") -> dict[str, Any]:
     }
 
 
-def _text_of_all(shown: "list[Device]") -> str:
-    columns = [Column("device", "left"), *map(Column, _DTYPE_COLUMNS), Column("GB"), Column("GB/s"), Column("W")]
+def _text_of_all(shown: "list[Device]", dtypes: "Sequence[str]") -> str:
+    columns = [Column("device", "left"), *map(Column, dtypes), Column("GB"), Column("GB/s"), Column("W")]
     rows = [
         [
             device.title,
-            *(_cell(device, dtype) for dtype in _DTYPE_COLUMNS),
+            *(_cell(device, dtype) for dtype in dtypes),
             _optional(device.memory_bytes, 1e9),
             _optional(device.memory_bytes_per_s, 1e9),
             _optional(device.board_power_w, 1),

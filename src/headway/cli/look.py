@@ -71,6 +71,7 @@ def look(
         int | None,
         typer.Option(metavar="T", min=8, help="Tokens of a sample that are printed, its beginning and end; 400."),
     ] = None,
+    column: options.ColumnOption = None,
     max_characters: options.MaxCharactersOption = None,
     chat_template: options.ChatTemplateOption = None,
     media: options.MediaOption = None,
@@ -97,6 +98,7 @@ def look(
     if len(data) == 1 and Path(data[0]).suffix in (".yaml", ".yml"):
         stated = {"--model": model, "--packing-length": packing_length, "--max-characters": max_characters}
         own = {**stated, "--overlong": overlong, "--seed": seed, "--chat-template": chat_template, "--media": media}
+        own["--column"] = column
         _refuse(own, f"{data[0]} says it. Leave it out, or give the datasets themselves")
         config = load_config(Path(data[0]))
     elif model is None:
@@ -117,7 +119,7 @@ def look(
     else:
         settings = ProcessorSettings(read_template(chat_template) or ChatSettings(), options.media_bounds(media))
         chosen: dict[str, Any] = {"ranks": ranks or 1, "overlong": overlong or "drop", "seed": seed or 0}
-        chosen |= {"packing_length": packing_length, "settings": settings}
+        chosen |= {"packing_length": packing_length, "settings": settings, "columns": options.column_names(column)}
         shown = _of_data(data, model or "", rows, num_packs, max_characters, **chosen)
     # A page, JSON, or paragraphs for a terminal.
     if html is not None:
@@ -156,6 +158,7 @@ def _of_data(
     *,
     packing_length: int | None,
     settings: "ProcessorSettings",
+    columns: "Mapping[str, str]",
     ranks: int,
     overlong: str,
     seed: int,
@@ -165,7 +168,7 @@ def _of_data(
     from headway.packing.items import OVERLONG, Items
 
     policy = one_of(overlong, "policy for over-long samples", OVERLONG)
-    sources = [open_source(path) for path in data]  # a typo is told before torch is imported
+    sources = [open_source(path, columns=columns) for path in data]  # a typo is told before torch is imported
 
     from headway.data import Budget
     from headway.data.encoders import open_encoder

@@ -14,21 +14,21 @@ from headway.cli.offers import chosen_offers, print_offers
 from headway.cli.options import JsonOption, SetOption, devices_from, models_from, spread
 from headway.cli.output import needs_extra, print_result, warn
 from headway.cli.plan_data import RunLength, RunRequest, lengths_of_data, measured_data
-from headway.cli.plan_text import note_on_auto, plan_record, plan_text
+from headway.cli.plan_text import note_on_auto, plan_record, plan_text, plans_text
 from headway.cli.resolve import resolve_cost_model, resolve_ledger
 from headway.cli.workload import WorkloadOptions, samples_in_turn, with_text
 from headway.errors import PlanError, UsageError
 from headway.log.working import working
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from headway.config import TrainConfig
     from headway.count import CostModel
     from headway.devices import Device
     from headway.packing.lengths import LengthTable
     from headway.predict.failures import Reliability
-    from headway.predict.prediction import Prediction
+    from headway.predict.prediction import Prediction, RunTotals
     from headway.predict.predictor import Predictor
     from headway.predict.speeds import Speeds
 
@@ -102,10 +102,12 @@ class OfferOptions:
     between={"samples": ["price"]},
 )
 def plan(
-    recipe: Annotated[
-        str,
+    recipes: Annotated[
+        list[str],
         typer.Argument(
-            metavar="RECIPE|MODEL", help="A training configuration, or a model.", autocompletion=models_from
+            metavar="RECIPE|MODEL...",
+            help="A training configuration, or a model; several are planned alike and shown side by side.",
+            autocompletion=models_from,
         ),
     ],
     device: Annotated[
@@ -138,7 +140,9 @@ def plan(
     ] = None,
     data: Annotated[
         list[str] | None,
-        typer.Option(metavar="D", help="Instead: datasets, measured with the model's own processor. Repeatable."),
+        typer.Option(
+            metavar="D", help="Instead of --lengths: datasets, measured with the model's own processor. Repeatable."
+        ),
     ] = None,
     sizes: SizeOptions,
     link_options: LinkOptions,
@@ -150,22 +154,59 @@ def plan(
     The step's lines are those of `headway explain`. Each has a range, from what devices reach at best to what they
     should reach at least; `headway ceiling --model` measures this machine's own rates. With --scale, the same for
     several numbers of devices, with the failures that --mtbf implies. With --price-list or --within, which devices and
-    how many of them, ranked by cost.
+    how many of them, ranked by cost. With several recipes or models, their plans side by side.
 
     Exit code 1 if the run does not fit the device; settings that make it fit are printed.
 
     Example: headway plan qwen3-8b --device H100 --devices 8 --tokens 1e9
     """
-    from headway.devices import named_device
-    from headway.predict.predictor import Predictor
-
     segments = work.segments or tokens_per_sample
     _refuse(
         _wrong_uses(length, price, {"--lengths": lengths, "--data": data, "--segments": segments}, offers.within, sizes)
     )
+    asked = {"--within": offers.within, "--price-list": offers.price_list, "--scale": sizes.scale}
+    _refuse(
+        (len(recipes) > 1 and value is not None, f"{option} is for one run; name one of {', '.join(recipes)}.")
+        for option, value in asked.items()
+    )
+    runs = [
+        _requested(recipe, device, length, price, work, tokens_per_sample, lengths, data, settings)
+        for recipe in recipes
+    ]
+    run = runs[0]
+    if offers.are_given:
+        # a recipe's own device bounds no list
+        chosen = run.predictor.device if offers.price_list is None or device is not None else None
+        others = {"scale": sizes.scale, "mtbf": sizes.mtbf, "data": data, **vars(link_options)}
+        priced = chosen_offers(offers.price_list, chosen, price, others)
+        _refuse([(not length.is_given, _ENDLESS)])
+        print_offers(run, priced, speeds_of, offers.within, devices, as_json=as_json)
+    elif sizes.scale is not None:
+        _refuse(_wrong_uses_of_scale(devices, data))
+        _print_sizes(run, sizes, link_options, as_json=as_json)
+    else:
+        plans = [_planned(run, devices or run.config.plan.devices or 1, link_options, data) for run in runs]
+        _print_plans(recipes, plans, as_json=as_json)
+
+
+def _requested(
+    recipe: str,
+    device: str | None,
+    length: RunLength,
+    price: float | None,
+    work: WorkloadOptions,
+    tokens_per_sample: int | None,
+    lengths: Path | None,
+    data: list[str] | None,
+    settings: list[str] | None,
+) -> RunRequest:
+    """The run that a recipe or model and the options name; arguments as the command's."""
+    from headway.devices import named_device
+    from headway.predict.predictor import Predictor
+
     of_lengths = () if lengths is None else ("plan.mix=null", f"plan.lengths={json.dumps(str(lengths))}")
     cost_model, config = named_recipe(recipe, (*of_lengths, *(settings or ())))
-    pattern = _pattern(cost_model, config.model.path, work, tokens_per_sample)
+    pattern = pattern_of(cost_model, config.model.path, work, tokens_per_sample)
     name = device or config.plan.device
     target = named_device(name) if name is not None else None
     own = lengths_of_data(config, cost_model) if pattern is None and not data else None
@@ -175,29 +216,32 @@ def plan(
         )
     predictor = Predictor.of(config, cost_model, device=target)
     rows = 0 if data else length.rows(own, lengths)
-    run = RunRequest(config, cost_model, predictor, pattern, own, length, rows, price)
-    if offers.are_given:
-        # a recipe's own device bounds no list
-        chosen = target if offers.price_list is None or device is not None else None
-        others = {"scale": sizes.scale, "mtbf": sizes.mtbf, "data": data, **vars(link_options)}
-        priced = chosen_offers(offers.price_list, chosen, price, others)
-        _refuse([(not length.is_given, _ENDLESS)])
-        print_offers(run, priced, speeds_of, offers.within, devices, as_json=as_json)
-    elif sizes.scale is not None:
-        _refuse(_wrong_uses_of_scale(devices, data))
-        _print_sizes(run, sizes, link_options, as_json=as_json)
-    else:
-        _print_plan(run, devices or config.plan.devices or 1, link_options, data, as_json=as_json)
+    return RunRequest(config, cost_model, predictor, pattern, own, length, rows, price)
 
 
-def _print_plan(
-    run: RunRequest, count: int, link_options: LinkOptions, data: list[str] | None, *, as_json: bool
-) -> None:
-    """Print the plan for one number of devices, with time and cost of a whole run.
+def _print_plans(recipes: list[str], plans: "Sequence[tuple[Prediction, RunTotals | None]]", *, as_json: bool) -> None:
+    """Print a plan with its step by line, or several side by side.
 
     Raises:
-        typer.Exit: the run does not fit the device; exit code 1.
+        typer.Exit: a run does not fit its device; exit code 1.
     """
+    if len(plans) == 1:
+        print_result(lambda: plan_record(*plans[0]), lambda: plan_text(*plans[0]), as_json=as_json)
+    else:
+        named = [(Path(recipe).stem if Path(recipe).is_file() else recipe) for recipe in recipes]
+        print_result(
+            lambda: {"plans": [plan_record(*plan) for plan in plans]},
+            lambda: plans_text(named, plans),
+            as_json=as_json,
+        )
+    if any(planned.fits is False for planned, _ in plans):
+        raise typer.Exit(1)
+
+
+def _planned(
+    run: RunRequest, count: int, link_options: LinkOptions, data: list[str] | None
+) -> "tuple[Prediction, RunTotals | None]":
+    """The plan for one number of devices, with time and cost of a whole run."""
     from headway.predict.lengths import lengths_in_turn, no_lengths
     from headway.predict.recipe import with_copies
 
@@ -213,10 +257,7 @@ def _print_plan(
     making_s = None if measured is None else measured.making_s
     predictor = replace(predictor, speeds=speeds, links=links, making_s=making_s)
     planned = _with_note_on_auto(predictor, predictor.at(config, count, table))
-    totals = run.totals(planned, planned.work.counts.read)
-    print_result(lambda: plan_record(planned, totals), lambda: plan_text(planned, totals), as_json=as_json)
-    if planned.fits is False:
-        raise typer.Exit(1)
+    return planned, run.totals(planned, planned.work.counts.read)
 
 
 def _with_note_on_auto(predictor: "Predictor", planned: "Prediction") -> "Prediction":
@@ -233,7 +274,7 @@ def _with_note_on_auto(predictor: "Predictor", planned: "Prediction") -> "Predic
     return replace(planned, notes=(*planned.notes, note))
 
 
-def _pattern(
+def pattern_of(
     cost_model: "CostModel", model: str, work: WorkloadOptions, tokens_per_sample: int | None
 ) -> "tuple[str, LengthTable] | None":
     """Name and table of the samples that --segments, --images and --videos describe; None without these options."""

@@ -38,11 +38,15 @@ class RunLength:
     ] = None
     epochs: Annotated[
         float | None,
-        typer.Option(metavar="E", min=0, help="Instead: how often --data, --lengths or --samples play."),
+        typer.Option(metavar="E", min=0, help="Instead of --tokens: how often --data, --lengths or --samples play."),
     ] = None
     samples: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="Instead: samples to train on, as --segments or plan.mix describe them."),
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Instead of --tokens: samples to train on, as --segments or plan.mix describe them.",
+        ),
     ] = None
 
     @property

@@ -21,6 +21,8 @@ from headway.report import (
 from headway.report.table import coloured
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from headway.predict.packs import Packs
     from headway.predict.prediction import Prediction, RunTotals
     from headway.predict.speeds import Cases
@@ -79,6 +81,44 @@ def plan_text(planned: "Prediction", totals: "RunTotals | None") -> str:
             f"{format_count(max(1, data.workers))}."
         )
     return in_red("\n\n".join([*sections, _lines(time), render_lines([note for note in notes if note])]))
+
+
+def plans_text(names: "Sequence[str]", plans: "Sequence[tuple[Prediction, RunTotals | None]]") -> str:
+    """Format several plans side by side: a column of expected values for each."""
+    rows = [_side_by_side(planned, totals) for planned, totals in plans]
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    cells = [[key, *(row.get(key, "-") for row in rows)] for key in keys]
+    table = render_table([Column("", "left"), *map(Column, names)], cells)
+    note = (
+        "Expected values. `headway plan` of one alone has the best and worst case, the step by line, and ways to fit."
+    )
+    return in_red(f"{table}\n\n{render_lines([note])}")
+
+
+def _side_by_side(planned: "Prediction", totals: "RunTotals | None") -> dict[str, str]:
+    time, speeds, device = planned.step, planned.speeds, planned.device
+    assert speeds is not None
+    room = None if device is None else device.total_memory_bytes
+    row = {
+        "model": planned.model,
+        "devices": f"{planned.devices:,} x {speeds.name}",
+        "pack": f"{planned.config.data.tokens_per_pack:,} tokens",
+        "memory": format_bytes(planned.memory.peak),
+        "of the device": "-" if room is None else format_share(planned.memory.peak / room),
+        "fits": {"does not fit": _NO_ROOM, None: "-"}.get(planned.fit, planned.fit or "-"),
+        "step": format_duration(time.seconds.expected),
+        "MFU": format_share(time.mfu.expected),
+        "tokens/s": format_count(round(time.tokens_per_s.expected)),
+    }
+    if totals is not None:
+        row |= {
+            "tokens": format_count(round(totals.tokens)),
+            "time": format_duration(totals.seconds.expected),
+            "device-hours": f"{totals.device_hours.expected:,.4g}",
+        }
+        row |= {} if totals.cost is None else {"cost": f"{totals.cost.expected:,.4g}"}
+        row |= {} if totals.energy_kwh is None else {"energy": f"{totals.energy_kwh.expected:,.4g} kWh"}
+    return row
 
 
 def dry_run_text(planned: "Prediction") -> str:

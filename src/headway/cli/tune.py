@@ -9,11 +9,12 @@ import typer
 from headway.cli.links import LinkOptions, note_on_links
 from headway.cli.options import JsonOption, SetOption, devices_from, models_from, spread
 from headway.cli.output import print_result, say
-from headway.cli.plan import named_recipe, speeds_of
-from headway.cli.plan_data import lengths_of_data, measured_data
+from headway.cli.plan import named_recipe, pattern_of, speeds_of
+from headway.cli.plan_data import RunLength, lengths_of_data, measured_data
 from headway.cli.resolve import resolve_architecture
 from headway.cli.train import find_inputs
 from headway.cli.tune_text import TuneReport, as_text, note_on_tokens, to_dict
+from headway.cli.workload import WorkloadOptions
 from headway.errors import DataError, HeadwayError, PlanError, UsageError
 from headway.files import write_output
 from headway.log.working import working
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 _SHOWN = 5
 
 
-@spread()
+@spread(only=["tokens", "samples", "segments", "images", "videos", "link", "network", "per_node"])
 def tune(
     recipe: Annotated[
         str,
@@ -62,8 +63,13 @@ def tune(
     ] = None,
     data: Annotated[
         list[str] | None,
-        typer.Option(metavar="D", help="Instead: datasets, measured with the model's own processor. Repeatable."),
+        typer.Option(
+            metavar="D", help="Instead of --lengths: datasets, measured with the model's processor. Repeatable."
+        ),
     ] = None,
+    *,
+    work: WorkloadOptions,
+    length: RunLength,
     memory: Annotated[
         str | None,
         typer.Option(metavar="SIZE", help="What a run may hold on each device, as 70GiB; 90 % of it if not given."),
@@ -92,7 +98,6 @@ def tune(
     steps: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Steps of a measured run, after two that warm up [steps].")
     ] = None,
-    *,
     link_options: LinkOptions,
     as_json: JsonOption = False,
 ) -> None:
@@ -107,6 +112,11 @@ def tune(
 
     if steps is not None and measure is None:
         raise UsageError(f"--steps {steps} cannot take effect without --measure.")
+    if work.segments is not None and (lengths is not None or data):
+        other = "--data" if data else "--lengths"
+        raise UsageError(f"--segments and {other} are two places for lengths; give one of them.")
+    if length.tokens is not None and length.samples is not None:
+        raise UsageError("--tokens and --samples both say how long the run is; give one of them.")
     if write is not None:
         _check_target(write, recipe)
     cost_model, config = named_recipe(recipe, tuple(settings or ()))
@@ -115,10 +125,13 @@ def tune(
         _check_data(config)
     kind = None if config.plan.device is None else named_device(config.plan.device)
     link_options.joining(kind, config.plan.devices or 1)  # before anything is measured, which takes long
+    pattern = pattern_of(cost_model, config.model.path, work, None)
     search, joined, speeds = search_of(
-        config, cost_model, memory, tokens_per_step, data or [], meshes=meshes, link_options=link_options
+        config, cost_model, memory, tokens_per_step, data or [], pattern, meshes=meshes, link_options=link_options
     )
     tuned = _tuned(recipe, search, kind, speeds, joined, top, measure, steps)
+    if length.is_given:
+        tuned = replace(tuned, run=length)
     if write is not None:
         _write(write, Path(recipe), tuned)
     print_result(lambda: to_dict(tuned), lambda: as_text(tuned), as_json=as_json)
@@ -194,6 +207,7 @@ def search_of(
     memory: str | None,
     tokens_per_step: str | None,
     data: list[str],
+    pattern: "tuple[str, LengthTable] | None" = None,
     *,
     meshes: bool = False,
     link_options: LinkOptions = LinkOptions(),  # noqa: B008 - it is frozen
@@ -206,6 +220,7 @@ def search_of(
         memory: what each device may hold, such as 70GiB; nine tenths of it when None.
         tokens_per_step: such as "2M +-5%"; as many as the recipe's packs hold when None.
         data: datasets whose samples' lengths are taken; the plan section's lengths when empty.
+        pattern: name and lengths of samples that repeat, in place of both.
         meshes: whether processes may share model and packs in other ways than in the recipe.
         link_options: how devices are joined, where the options say it.
 
@@ -216,7 +231,7 @@ def search_of(
         HeadwayError: a size or device that is not known, or nothing that says how long samples are.
     """
     from headway.devices import named_device
-    from headway.predict.lengths import lengths_of
+    from headway.predict.lengths import lengths_in_turn, lengths_of
     from headway.predict.predictor import Predictor
     from headway.predict.tune import Search, Space, parse_step_tokens
     from headway.predict.tune.space import TOLERANCE
@@ -244,14 +259,16 @@ def search_of(
     measured = measured_data(data, config, cost_model) if data else None
     if measured is not None:
         lengths: tuple[str, LengthTable] | None = (measured.name, measured.lengths)
+    elif pattern is not None:
+        lengths = lengths_in_turn(_of_size(config, space.step_tokens), pattern, shape)
     else:
         lengths = lengths_of_data(config, cost_model) or lengths_of(
             _of_size(config, space.step_tokens), learning, shape
         )
     if lengths is None:
         raise PlanError(
-            "nothing says how long the samples are: give --lengths FILE or --data D, or set plan.lengths or plan.mix "
-            "in the recipe."
+            "nothing says how long the samples are: give --lengths FILE, --data D or --segments, or set plan.lengths "
+            "or plan.mix in the recipe."
         )
     speeds = speeds_of(config, cost_model, target, count)
     links = link_options.joining(target, count)

@@ -19,6 +19,7 @@ from headway.report import (
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from headway.cli.plan_data import RunLength
     from headway.devices import Device
     from headway.predict.prediction import Prediction
     from headway.predict.tune import SearchResult, Trial
@@ -48,6 +49,12 @@ class TuneReport:
     trials: "Mapping[Prediction, Trial]"
     again: "Sequence[tuple[Prediction, float, Trial | None]]"  # ranked after measuring
     notes: tuple[str, ...]
+    run: "RunLength | None" = None  # length of a whole run, whose time is asked for
+
+    def run_s(self, candidate: "Prediction") -> float | None:
+        """Expected time of the whole run by a choice [s]; None if the length of the run is unknown."""
+        tokens = None if self.run is None else self.run.total(candidate.work, 0)
+        return None if tokens is None else candidate.totals(tokens).seconds.expected
 
     def mfu(self, flops_per_s: float) -> float | None:
         """Share of the devices' peak; None if the peak is unknown."""
@@ -115,6 +122,7 @@ def _candidate_record(tuned: TuneReport, candidate: "Prediction") -> dict[str, A
         "flops_per_s": candidate.flops_per_s,
         "mfu": tuned.mfu(candidate.flops_per_s),
         "tokens_per_s": candidate.step_tokens / candidate.step_s,
+        "run_s": tuned.run_s(candidate),
     }
 
 
@@ -153,7 +161,19 @@ def _head(tuned: TuneReport) -> list[tuple[str, str]]:
             f"{result.tried:,} choices, {result.fitting:,} of them fit; {result.packings} packings planned; "
             f"{format_duration(result.seconds)}",
         ),
+        *([] if tuned.run is None else [("run", _run_text(tuned))]),
     ]
+
+
+def _run_text(tuned: TuneReport) -> str:
+    """Time of the whole run by the best choice, and by the recipe as it is."""
+    best, own = (tuned.run_s(candidate) for candidate in (tuned.best[0], tuned.result.own))
+    assert tuned.run is not None
+    assert best is not None
+    assert own is not None
+    samples, tokens = tuned.run.samples, tuned.run.tokens
+    size = f"{format_count(samples)} samples" if samples else f"{format_count(round(tokens or 0))} tokens"
+    return f"{size} take {format_duration(best)} by choice 1, {format_duration(own)} by the recipe as it is"
 
 
 def _cells(tuned: TuneReport, candidate: "Prediction") -> list[str]:

@@ -8,7 +8,7 @@ import typer
 
 from headway.cli import options
 from headway.cli.output import needs_extra, print_result
-from headway.cli.resolve import resolve_config
+from headway.cli.resolve import check_name, resolve_config
 from headway.errors import HeadwayError, UsageError
 from headway.log.working import working
 from headway.report import Column, format_count, render_pairs, render_table
@@ -29,6 +29,7 @@ def verify(
 
     Exit code 1 if any difference is not explained.
     """
+    check_name(model)
     with needs_extra("running a model"), working(f"running a step of {model}"):
         lines, unseen, name = _run(model, layers, device)
     folded = _fold(lines)

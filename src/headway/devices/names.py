@@ -117,7 +117,7 @@ def named_devices(name: str) -> list[Device]:
     """
     devices = [device for device in all_devices() if name.lower() in {text.lower() for text in device.spoken_names()}]
     if not devices:
-        raise unknown_device(name)
+        raise unknown_device(name, typed=True)
     return [device for device in devices if not device.is_shipped] or devices
 
 
@@ -148,13 +148,25 @@ def properties(device: Device | ReportedDevice) -> str:
     return " and ".join(parts) or "no properties"
 
 
-def unknown_device(name: str) -> UnknownDeviceError:
-    """Error for a name that no device has, with similar names and the way out."""
+def unknown_device(name: str, *, typed: bool = False) -> UnknownDeviceError:
+    """Error for a name that no device has, with similar names and the way out.
+
+    Args:
+        name: of no device.
+        typed: whether a person typed the name, whose number may have a digit too many or too few.
+    """
     spoken = {text.lower(): text for device in all_devices() for text in (*device.aliases, *device.names)}
     alike = [text for text in spoken if _model(text) == _model(name.lower())]  # P100 is neither B100 nor P10
     nearest = [spoken[text] for text in difflib.get_close_matches(name.lower(), alike, n=3, cutoff=0.6)]
     parts = [text for text in spoken if len(name) > 1 and name.lower() in text]  # "rtx 40" is no misspelling
     nearest = nearest or [spoken[text] for text in sorted(parts, key=len)[:3]]
+    number = _model(name.lower()) if typed and not nearest else None
+    if number is not None:
+        numbers = {text: _model(text) or "" for text in spoken}
+        near = [
+            text for text, other in numbers.items() if other and (number.startswith(other) or other.startswith(number))
+        ]
+        nearest = [spoken[text] for text in difflib.get_close_matches(name.lower(), near, n=3, cutoff=0.6)]
     hint = f" Did you mean {', '.join(nearest)}? Those that only look alike are other devices." if nearest else ""
     called = [d.names[0] for d in all_devices() if name.lower() in {alias.lower() for alias in d.aliases}]
     if called:  # good enough from a person, not from a driver
