@@ -9,7 +9,7 @@ conversation of several assistant turns each turn follows the gold turns before 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -48,6 +48,7 @@ class Evaluation:
         pairs: pairs of a better and a worse answer; 0 where answers are not compared.
         right: pairs whose better answer has the larger reward.
         margin: mean difference of the rewards of a pair.
+        answers: whether any sample has an answer that could be exact; a document, of which all is learnt, has none.
     """
 
     samples: int
@@ -57,11 +58,12 @@ class Evaluation:
     pairs: int = 0
     right: int = 0
     margin: float = 0.0
+    answers: bool = True
 
     @property
     def exact_match(self) -> float:
-        """Fraction of samples answered exactly."""
-        return self.exact / self.samples
+        """Fraction of samples answered exactly; NaN without answers."""
+        return self.exact / self.samples if self.answers else math.nan
 
     @property
     def accuracy(self) -> float:
@@ -93,14 +95,15 @@ class Evaluation:
         loss = sum(part.loss * (part.pairs or part.tokens) for part in parts) / (pairs or tokens)
         margin = sum(part.margin * part.pairs for part in parts) / max(pairs, 1)
         samples, exact, right = (sum(getattr(part, name) for part in parts) for name in ("samples", "exact", "right"))
-        return cls(samples, exact, loss, tokens, pairs, right, margin)
+        return cls(samples, exact, loss, tokens, pairs, right, margin, any(part.answers for part in parts))
 
-    def to_dict(self) -> dict[str, float]:
+    def to_dict(self) -> dict[str, float | None]:
         """Flatten into JSON-ready values."""
         if self.pairs:
             numbers = {"samples": self.samples, "pairs": self.pairs, "accuracy": self.accuracy, "margin": self.margin}
             return {**numbers, "loss": self.loss}
-        return {"samples": self.samples, "exact": self.exact, "exact_match": self.exact_match, "loss": self.loss}
+        exact, exact_match = (self.exact, self.exact_match) if self.answers else (None, None)
+        return {"samples": self.samples, "exact": exact, "exact_match": exact_match, "loss": self.loss}
 
 
 class JudgedModel(NamedTuple):
@@ -224,6 +227,7 @@ class EvalSet:
         for sample in encoded:
             if not budget.holds(sample.size):
                 raise DataError(over_budget(f"{sample.where}: the held-out sample", sample.size, budget))
+        self._answers = any(sample.supervised < sample.tokens - 1 for sample in encoded)
         plan = pack([sample.size for sample in encoded], budget)
         plan += [[]] * (-len(plan) % ranks.num_data_ranks)  # all ranks run equally often
         # in each round a pack for each rank; all of a round have blanks of the kinds of input that one of them has
@@ -251,7 +255,7 @@ class EvalSet:
         assert isinstance(totals_X, torch.Tensor)  # every process has a pack
         model.train(was_training)
         self._ranks.sum_(totals_X)
-        return self._judge.evaluation(totals_X.tolist())
+        return replace(self._judge.evaluation(totals_X.tolist()), answers=self._answers)
 
 
 def eval_collator(encoder: Encoder, geometry: VisionGeometry | None, ranks: Ranks) -> Collator:

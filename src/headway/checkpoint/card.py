@@ -119,11 +119,13 @@ def _records(file: Path, step: int, config: TrainConfig, machine: Mapping[str, A
         rows.append(("loss", f"{losses.first:.4f} first, {losses.last:.4f} at the end"))
     if evaluation is not None:
         if "pairs" in evaluation:
-            right = f"{format_share(evaluation['accuracy'])} of {evaluation['pairs']:,} pairs right"
+            right = f"{format_share(evaluation['accuracy'])} of {evaluation['pairs']:,} pairs right, "
+        elif evaluation["exact_match"] is None:  # of documents, which have no answer
+            right = ""
         else:
             counts = f"{evaluation['exact']:,} of {evaluation['samples']:,}"
-            right = f"{format_share(evaluation['exact_match'])} exact ({counts})"
-        rows.append(("held-out samples", f"{right}, loss {evaluation['loss']:.4f} after step {evaluation['step']:,}"))
+            right = f"{format_share(evaluation['exact_match'])} exact ({counts}), "
+        rows.append(("held-out samples", f"{right}loss {evaluation['loss']:.4f} after step {evaluation['step']:,}"))
     rows += [
         ("FLOPs", f"{sums['flops']:.4g} of the model, convention `{last['convention']}`"),
         ("time in steps", format_duration(wall_s)),

@@ -27,6 +27,7 @@ _NO_MEMORY_MESSAGE = (
     "there was not enough memory. Give a smaller file, model or pack, or a machine with more; a small file may be long "
     f"once it is unpacked. {DEBUG_VARIABLE}=1 shows where this came up."
 )
+_WRONG_USE = 2  # exit code
 _ERROR_WIDTH = 120  # width of an error where stderr is no terminal [characters]
 # by the name of a command: the file of `headway.cli` that has its function, and its line in the list of commands
 _COMMANDS = {
@@ -156,8 +157,17 @@ def main() -> NoReturn:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(error.exit_code)
-        sys.exit(error.exit_code)
+        sys.exit(_WRONG_USE if _is_missing_input(error) else error.exit_code)
     sys.exit(0)
+
+
+def _is_missing_input(error: HeadwayError) -> bool:
+    """Tell whether a file or folder that was named is not there, which is a wrong use in every command.
+
+    A file that a row of a dataset names is no such mistake: its error has the place of the row.
+    """
+    is_missing = isinstance(error.__cause__, FileNotFoundError | NotADirectoryError)
+    return is_missing and not getattr(error, "where", "")
 
 
 def _of_system(error: OSError) -> HeadwayError:

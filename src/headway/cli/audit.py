@@ -268,9 +268,10 @@ def _ends(interval: "Interval | None") -> list[float] | None:
 
 
 def _text(result: "Audit", model: str | None) -> str:
-    columns = [Column("step"), Column("tokens/s"), Column("TFLOP/s"), Column("MFU printed"), Column("MFU useful")]
+    scale, unit = _unit(reading.value for row in result.rows if (reading := row.row.flops_per_s) is not None)
+    columns = [Column("step"), Column("tokens/s"), Column(unit), Column("MFU printed"), Column("MFU useful")]
     mean = ["mean", "", "", _percent(result.reported_mfu_mean), _percent(result.useful_mfu_mean)]
-    parts = [render_table(columns, [_cells(row) for row in result.rows], footer=mean)] if result.rows else []
+    parts = [render_table(columns, [_cells(row, scale) for row in result.rows], footer=mean)] if result.rows else []
     parts += [_phase_table(result.phases)] if result.phases else []
     parts.append(render_pairs(_found(result, model)))
     if result.factors:
@@ -297,7 +298,7 @@ def _found(result: "Audit", model: str | None) -> list[tuple[str, str]]:
     # The log's own arithmetic: FLOP per token is TFLOP/s over tokens/s, within its rounding.
     if identified.flops_per_token is not None:
         low, high = identified.flops_per_token.low / 1e9, identified.flops_per_token.high / 1e9
-        pairs.append(("implied", f"{low:.4f} to {high:.4f} GFLOP per token, from tokens/s and TFLOP/s"))
+        pairs.append(("implied", f"{low:.4f} to {high:.4f} GFLOP per token, from tokens/s and FLOP/s"))
     # The identified convention, or the list of those whose number lies in that range.
     if identified.fit is not None:
         name = f"{identified.fit.convention.full_name}, {identified.fit.flops_per_token / 1e9:.4f} GFLOP per token"
@@ -314,10 +315,11 @@ def _found(result: "Audit", model: str | None) -> list[tuple[str, str]]:
             pairs.append(("", f"{fit.convention.name} is taken below, as the rule of the tool that wrote the log"))
     # The peak behind the printed MFU, beside the one that the useful MFU takes.
     if identified.peak_flops_per_s is not None:
-        low, high = identified.peak_flops_per_s.low / 1e12, identified.peak_flops_per_s.high / 1e12
-        nominal = f", {identified.peak / 1e12:g} TFLOP/s" if identified.peak and recorded is None else ""
+        scale, unit = _unit([identified.peak_flops_per_s.high])
+        low, high = identified.peak_flops_per_s.low / scale, identified.peak_flops_per_s.high / scale
+        nominal = f", {identified.peak / scale:g} {unit}" if identified.peak and recorded is None else ""
         span = f"{low:.2f} to {high:.2f}" if high > low else f"{low:.2f}"
-        pairs.append(("peak printed", f"{span} TFLOP/s{nominal}"))
+        pairs.append(("peak printed", f"{span} {unit}{nominal}"))
     if result.peak_flops_per_s is not None:
         pairs.append(
             ("peak useful", f"{format_rate(result.peak_flops_per_s)} ({result.peak_source.partition(' (')[0]})")
@@ -331,9 +333,10 @@ def _found(result: "Audit", model: str | None) -> list[tuple[str, str]]:
 
 def _phase_table(rows: "Sequence[PhaseRow]") -> str:
     """Sum phases up over their steps: time a step, and means over time."""
+    scale, unit = _unit(rate for row in rows for rate in (row.printed_flops_per_s, row.flops_per_s) if rate is not None)
     columns = [
-        Column("phase", "left"), Column("time a step"), Column("share"), Column("TFLOP/s printed"),
-        Column("TFLOP/s useful"), Column("MFU printed"), Column("MFU useful"),
+        Column("phase", "left"), Column("time a step"), Column("share"), Column(f"{unit} printed"),
+        Column(f"{unit} useful"), Column("MFU printed"), Column("MFU useful"),
     ]  # fmt: skip
     steps = {row.step for row in rows}
     total_s = sum(row.seconds for row in rows)
@@ -354,16 +357,22 @@ def _phase_table(rows: "Sequence[PhaseRow]") -> str:
         )
         cells.append([
             phase, format_duration(seconds / len(steps)), _percent(seconds / total_s if total_s else None),
-            *("-" if rate is None else f"{rate / 1e12:,.2f}" for rate in rates),
+            *("-" if rate is None else f"{rate / scale:,.2f}" for rate in rates),
             _percent(mean(row.printed_mfu for row in of_phase)), useful,
         ])  # fmt: skip
     return render_table(columns, cells)
 
 
-def _cells(row: "RestatedRow") -> list[str]:
+def _unit(rates: "Iterable[float]") -> tuple[float, str]:
+    """Unit of a column of rates, and its size [FLOP/s]: tera, or giga where the largest is below one tenth of it."""
+    most = max(rates, default=math.inf)
+    return (1e9, "GFLOP/s") if most < 1e11 else (1e12, "TFLOP/s")
+
+
+def _cells(row: "RestatedRow", scale: float) -> list[str]:
     reported = row.row
     tokens = f"{reported.tokens_per_s.value:,.0f}" if reported.tokens_per_s else "-"
-    rate = f"{reported.flops_per_s.value / 1e12:,.2f}" if reported.flops_per_s else "-"
+    rate = f"{reported.flops_per_s.value / scale:,.2f}" if reported.flops_per_s else "-"
     return [str(reported.step), tokens, rate, _percent(reported.mfu.value if reported.mfu else None), _percent(row.mfu)]
 
 

@@ -200,5 +200,5 @@ def _row(name: str, result: "Evaluation") -> list[str]:
     if result.pairs:
         right = f"{format_share(result.accuracy)} ({format_count(result.right)} of {format_count(result.pairs)})"
         return [name, *counts, f"{result.loss:.4f}", f"{result.margin:.4f}", right]
-    exact = f"{format_share(result.exact_match)} ({format_count(result.exact)})"
+    exact = f"{format_share(result.exact_match)} ({format_count(result.exact)})" if result.answers else "-"
     return [name, *counts, f"{result.loss:.4f}", f"{result.perplexity:.4g}", exact]

@@ -71,13 +71,45 @@ def mistake_clause(error: Mapping[str, Any], root: type[BaseModel]) -> str:
 
 
 def describe_all(errors: Iterable[Mapping[str, Any]], root: type[BaseModel]) -> list[str]:
-    """Render the errors of a configuration as clauses; of the kinds that one setting may have, the first is enough."""
+    """Render the errors of a configuration as clauses; of the kinds that one setting may have, the first is enough.
+
+    Unknown keys of one section that nothing is near to are one clause, so that what is allowed is listed once. So are
+    sections that are missing.
+    """
+    errors = list(errors)
     clauses: dict[Any, str] = {}
     for error in errors:
+        if (together := _together(error, errors, root)) is not None:
+            clauses.setdefault(together, together)
+            continue
         place, _, _ = _field(tuple(error["loc"]), root)
         own = error["loc"] if error["type"] in ("extra_forbidden", "missing", "value_error") else ()
         clauses.setdefault((place, own, error["msg"] if own else ""), mistake_clause(error, root))
     return list(dict.fromkeys(clauses.values()))
+
+
+def _together(error: Mapping[str, Any], errors: Iterable[Mapping[str, Any]], root: type[BaseModel]) -> str | None:
+    """Render an error with others of its kind in the same section as one clause; None where it is alone of its kind."""
+    above = tuple(error["loc"])[:-1]
+    alike = [tuple(other["loc"]) for other in errors if other["type"] == error["type"] and tuple(other["loc"])[:-1] == above]
+    if error["type"] == "extra_forbidden":
+        allowed = _keys_at(above, root)
+        alike = [place for place in alike if hint_for(_dotted(place), allowed, root) is None]
+        if len(alike) < 2 or tuple(error["loc"]) not in alike:
+            return None
+        return f"unknown keys {_listed(alike)}, allowed here: {', '.join(allowed)}"
+    if error["type"] == "missing" and not above and len(alike) > 1:
+        return f"{_listed(alike)} are required (`headway init` writes them)"
+    return None
+
+
+def _dotted(place: tuple[int | str, ...]) -> str:
+    return ".".join(map(str, place))
+
+
+def _listed(places: list[tuple[int | str, ...]]) -> str:
+    *others, last = (repr(_dotted(place)) for place in places)
+    return f"{', '.join(others)} and {last}"
 
 
 def _values(annotation: Any, info: Any) -> str:

@@ -144,8 +144,11 @@ def evaluation_line(record: dict[str, Any], best: BestEvaluation) -> str:
     if "pairs" in record:
         judged = f"{format_share(record['accuracy'])} of {format_count(record['pairs'])} pairs right"
         judged += f", margin {record['margin']:.4f}"
+        judged += ", "
+    elif record["exact_match"] is None:  # of documents, which have no answer
+        judged = ""
     else:
         judged = f"exact match {format_share(record['exact_match'])} "
-        judged += f"({record['exact']} of {format_count(record['samples'])})"
-    line = f"evaluation after step {record['step']}: {judged}, loss {record['loss']:.4f}"
+        judged += f"({record['exact']} of {format_count(record['samples'])}), "
+    line = f"evaluation after step {record['step']}: {judged}loss {record['loss']:.4f}"
     return f"{line}; best {best.text}" if best.text and best.step != record["step"] else line

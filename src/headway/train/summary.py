@@ -132,6 +132,8 @@ class RunSummary:
         if self.evaluation and self.evaluation.pairs:
             judged = "pairs right"
             exact = f"{format_share(self.evaluation.accuracy)} of {format_count(self.evaluation.pairs)} held-out pairs"
+        elif self.evaluation and not self.evaluation.answers:
+            judged, exact = "held-out loss", f"{self.evaluation.loss:.4f}"
         elif self.evaluation:
             exact = (
                 f"{format_share(self.evaluation.exact_match)} "
