@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 
@@ -113,3 +115,13 @@ def test_a_held_out_sample_longer_than_a_pack_is_an_error(digits, reader):
 def test_no_held_out_samples_is_an_error(reader):
     with pytest.raises(DataError, match="no held-out sample"):
         EvalSet([], reader[1], Budget(100), ALONE)
+
+
+def test_a_document_has_no_answer_that_could_be_exact(reader, tmp_path):
+    model, encoder = reader
+    (tmp_path / "text.jsonl").write_text('{"text": "Which digits are these?"}\n')
+    judged = EvalSet(read_samples(tmp_path / "text.jsonl"), encoder, Budget(64), ALONE).evaluate(
+        model_with_loss(model, chunk=7), CPU
+    )
+    assert (judged.to_dict()["exact"], judged.to_dict()["exact_match"]) == (None, None)
+    assert math.isfinite(judged.loss)

@@ -432,7 +432,7 @@ def test_a_run_folder_stands_for_its_records(headway, tmp_path):
     assert lines[2] == "1 8,000 400.00 40.4 % 40.4 %"
     assert "recorded useful/1 on 8 devices" in lines
     assert "peak printed 989.40 TFLOP/s" in lines
-    assert headway("audit", tmp_path / "none").code == 1
+    assert headway("audit", tmp_path / "none").code == 2
 
 
 def test_records_of_a_run_without_a_peak_wait_for_a_device(audit):

@@ -82,6 +82,30 @@ def test_what_needs_no_extra_works_without(run):
     assert [json.loads(row) for row in done.stdout.splitlines()] == [[line, 0, ""] for line in WORKING], done.stderr
 
 
+# lines with a mistake that no library is needed to find, and the way out that they are told
+MISTAKES = {
+    "flops qwen3-vl8b --segments 8": "Did you mean qwen3-vl-8b",
+    "flops ./nowhere/config.json --segments 8": "`headway models` lists them",
+    "mfu qwen3-vl8b --seq-len 8 --mfu 0.4": "Did you mean qwen3-vl-8b",
+    "compare qwen3-vl8b --segments 8 --device H100 --step-time 1": "Did you mean qwen3-vl-8b",
+    "plan qwen3-vl8b --device H100": "Did you mean qwen3-vl-8b",
+    "tune qwen3-vl8b --device H100": "Did you mean qwen3-vl-8b",
+    "verify gtp2": "Did you mean gpt2",
+    "devices H1000": "Did you mean H100",
+    "plan gpt2": "no device is named (--device H100 would name one)",
+    "tune gpt2": "no device is named (--device H100 would name one)",
+}
+
+
+def test_a_mistake_is_told_before_a_library_is_asked_for(run):
+    done = run("-c", EACH, json.dumps([*MISTAKES]))
+    for line, code, err in map(json.loads, done.stdout.splitlines()):
+        told = " ".join(err.split())
+        assert MISTAKES[line] in told, (line, told)
+        needs = "needs torch" in told
+        assert (code, needs) == ((1, True) if "device is named" in told else (2, False)), (line, told)
+
+
 @pytest.mark.slow
 def test_no_command_ends_in_a_traceback(run, tmp_path):
     lines = []

@@ -65,5 +65,5 @@ def test_a_warning_goes_to_stderr(headway, tmp_path):
 
 def test_a_folder_without_a_ledger_is_told(headway, tmp_path):
     result = headway("goodput", tmp_path)
-    assert (result.code, result.out) == (1, "")
+    assert (result.code, result.out) == (2, "")
     assert "goodput.jsonl cannot be read: No such file or directory." in " ".join(result.err.split())

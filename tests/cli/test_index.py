@@ -105,7 +105,7 @@ def test_the_quarantine_names_what_was_skipped(headway, chats, model, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (("nothing.jsonl", "--model", "MODEL"), 1, "The dataset nothing.jsonl cannot be read"),
+        (("nothing.jsonl", "--model", "MODEL"), 2, "The dataset nothing.jsonl cannot be read"),
         (("CHATS", "--model", "./nothing"), 2, "no model folder or config.json at './nothing'"),
         (("CHATS", "--model", "MODEL", "--on-bad", "ignore"), 2, "--on-bad 'ignore' is neither error nor skip"),
         (("CHATS", "--model", "MODEL", "--schema", "xml"), 2, "'xml'"),

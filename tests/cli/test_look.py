@@ -204,7 +204,7 @@ def test_a_typo_in_a_path_is_told_before_slow_libraries_are_imported(words, tmp_
     done = subprocess.run(
         [sys.executable, "-c", code, *words], capture_output=True, text=True, check=False, cwd=tmp_path, timeout=60
     )
-    assert done.stdout.split("\n")[-2] == "1 []", done
+    assert done.stdout.split("\n")[-2] == "2 []", done
     assert "no-such.jsonl cannot be read" in " ".join(done.stderr.split())
 
 

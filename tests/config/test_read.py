@@ -659,3 +659,15 @@ def test_twenty_words_of_other_tools_lead_to_ours_in_a_file_and_in_an_override(m
         with pytest.raises(ConfigError) as caught:
             load_config(path, overrides)
         assert (f"unknown key {word!r}" in str(caught.value), setting in str(caught.value)) == (True, True), caught
+
+
+def test_what_is_allowed_in_a_section_is_listed_once(tmp_path):
+    path = tmp_path / "prices.yaml"
+    path.write_text("H100: 2.5\nA100: 1.5\nmodle: {path: tiny}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    text = str(caught.value)
+    assert "'model', 'data', 'optim' and 'run' are required (`headway init` writes them)" in text
+    assert "unknown keys 'H100' and 'A100', allowed here: model, data, optim" in text
+    assert "unknown key 'modle', did you mean 'model'?" in text
+    assert text.count("allowed here") == 1

@@ -227,7 +227,7 @@ class EvalSet:
         for sample in encoded:
             if not budget.holds(sample.size):
                 raise DataError(over_budget(f"{sample.where}: the held-out sample", sample.size, budget))
-        self._answers = any(sample.supervised < sample.tokens - 1 for sample in encoded)
+        self._answers = any(sample.num_supervised < sample.tokens - 1 for sample in encoded)
         plan = pack([sample.size for sample in encoded], budget)
         plan += [[]] * (-len(plan) % ranks.num_data_ranks)  # all ranks run equally often
         # in each round a pack for each rank; all of a round have blanks of the kinds of input that one of them has

@@ -91,7 +91,9 @@ def describe_all(errors: Iterable[Mapping[str, Any]], root: type[BaseModel]) -> 
 def _together(error: Mapping[str, Any], errors: Iterable[Mapping[str, Any]], root: type[BaseModel]) -> str | None:
     """Render an error with others of its kind in the same section as one clause; None where it is alone of its kind."""
     above = tuple(error["loc"])[:-1]
-    alike = [tuple(other["loc"]) for other in errors if other["type"] == error["type"] and tuple(other["loc"])[:-1] == above]
+    alike = [
+        tuple(other["loc"]) for other in errors if other["type"] == error["type"] and tuple(other["loc"])[:-1] == above
+    ]
     if error["type"] == "extra_forbidden":
         allowed = _keys_at(above, root)
         alike = [place for place in alike if hint_for(_dotted(place), allowed, root) is None]
