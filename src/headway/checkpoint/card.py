@@ -120,7 +120,7 @@ def _records(file: Path, step: int, config: TrainConfig, machine: Mapping[str, A
     if evaluation is not None:
         if "pairs" in evaluation:
             right = f"{format_share(evaluation['accuracy'])} of {evaluation['pairs']:,} pairs right, "
-        elif evaluation["exact_match"] is None:  # of documents, which have no answer
+        elif evaluation["exact_match"] is None:  # documents have no answer
             right = ""
         else:
             counts = f"{evaluation['exact']:,} of {evaluation['samples']:,}"

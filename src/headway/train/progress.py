@@ -145,7 +145,7 @@ def evaluation_line(record: dict[str, Any], best: BestEvaluation) -> str:
         judged = f"{format_share(record['accuracy'])} of {format_count(record['pairs'])} pairs right"
         judged += f", margin {record['margin']:.4f}"
         judged += ", "
-    elif record["exact_match"] is None:  # of documents, which have no answer
+    elif record["exact_match"] is None:  # documents have no answer
         judged = ""
     else:
         judged = f"exact match {format_share(record['exact_match'])} "
