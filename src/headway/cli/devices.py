@@ -86,10 +86,10 @@ def _show(name: str, dtype: str | None, as_json: bool) -> None:
         matches = named_devices(name)
     except UnknownDeviceError as error:
         raise UsageError(str(error)) from error
-    known = ", ".join(matches[0].peak_flops_per_s)
+    dtypes = ", ".join(matches[0].peak_flops_per_s)
     matches = _in_dtype(matches, dtype)
     if not matches:
-        raise UsageError(f"No source has a peak of {name} in {dtype}. Those with a source are {known}.")
+        raise UsageError(f"No source has a peak of {name} in {dtype}. Those with a source are {dtypes}.")
     if len(matches) > 1:
         keys = " and ".join(f"{device.key} ({properties(device)})" for device in matches)
         warn(f"{name} is the name of {keys}; only these properties tell them apart.")

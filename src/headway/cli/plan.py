@@ -164,10 +164,10 @@ def plan(
     _refuse(
         _wrong_uses(length, price, {"--lengths": lengths, "--data": data, "--segments": segments}, offers.within, sizes)
     )
-    asked = {"--within": offers.within, "--price-list": offers.price_list, "--scale": sizes.scale}
+    single = {"--within": offers.within, "--price-list": offers.price_list, "--scale": sizes.scale}
     _refuse(
         (len(recipes) > 1 and value is not None, f"{option} is for one run; name one of {', '.join(recipes)}.")
-        for option, value in asked.items()
+        for option, value in single.items()
     )
     runs = [
         _requested(recipe, device, length, price, work, tokens_per_sample, lengths, data, settings)
@@ -228,10 +228,10 @@ def _print_plans(recipes: list[str], plans: "Sequence[tuple[Prediction, RunTotal
     if len(plans) == 1:
         print_result(lambda: plan_record(*plans[0]), lambda: plan_text(*plans[0]), as_json=as_json)
     else:
-        named = [(Path(recipe).stem if Path(recipe).is_file() else recipe) for recipe in recipes]
+        names = [(Path(recipe).stem if Path(recipe).is_file() else recipe) for recipe in recipes]
         print_result(
             lambda: {"plans": [plan_record(*plan) for plan in plans]},
-            lambda: plans_text(named, plans),
+            lambda: plans_text(names, plans),
             as_json=as_json,
         )
     if any(planned.fits is False for planned, _ in plans):
