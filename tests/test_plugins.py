@@ -198,3 +198,9 @@ def test_without_the_plugin_a_model_of_its_family_is_refused_with_what_to_instal
         assert "named headway-bagel (`pip install ./plugins/headway-bagel`" in line
     assert "config.json is a model of type 'bagel', which neither transformers" in by_type
     assert modules == "[]"
+
+
+def test_a_data_worker_reads_the_rows_of_preferences_before_any_configuration(tmp_path):
+    """A worker unpickles the rule of rows first, and the section of a configuration needs the whole configuration."""
+    program = "import sys, headway.objectives.preferences.rows; print('headway.config' in sys.modules)"
+    assert run_with(tmp_path, program).stdout == "False\n"

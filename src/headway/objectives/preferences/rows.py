@@ -9,6 +9,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,7 +18,9 @@ from headway.data.encoded import EncodedSample
 from headway.data.feed.make import RowRule
 from headway.data.samples import Chat, Preference, Sample, unusable
 from headway.models.losses import IGNORED
-from headway.objectives.preferences.settings import PreferenceConfig
+
+if TYPE_CHECKING:  # data workers import this file first, and the section's needs the whole configuration
+    from headway.objectives.preferences.settings import PreferenceConfig
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ class GradedRows(RowRule):
         return mismatched(others) if self.mismatches else None
 
 
-def rule_of(settings: PreferenceConfig) -> RowRule:
+def rule_of(settings: "PreferenceConfig") -> RowRule:
     """The rows that a run's loss learns from."""
     return GradedRows(settings.loss == "kto") if settings.row.unpaired else PairRows()
 
