@@ -5,7 +5,7 @@
 # make test-oldest  set up .venv-oldest, then the core of the suite with the oldest supported versions (five minutes)
 # make test-browser  set up, then the tests that open pages in headless Chromium (two minutes)
 # make docs   set up .venv-docs, then build the documentation in site/; a broken link or an undocumented name fails (a minute)
-# make sweep  trace every language architecture of the installed transformers, write docs/architectures.md (ten minutes)
+# make sweep  trace every language architecture of the installed transformers, write benchmarks/results/architectures_202611.md (ten minutes)
 # make gpu-report  set up, then show the records of benchmarks/results and of FROM=FOLDER, if given, in build/gpu-report.html
 # make format rewrite the sources as ruff formats them
 #
@@ -104,7 +104,7 @@ test-browser: $(SETUP) $(DOCS)/.set-up
 	$(BIN)/python -m pytest -q -m browser
 
 sweep: $(SETUP)
-	$(BIN)/python -m tools.sweep docs/architectures.md
+	$(BIN)/python -m tools.sweep benchmarks/results/architectures_202611.md
 
 gpu-report: $(SETUP)
 	$(BIN)/python benchmarks/gpu_report.py $(FROM) benchmarks/results -o build/gpu-report.html

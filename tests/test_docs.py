@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from helpers.pages import broken_links
 
 DOCS = Path(__file__).parent.parent / "docs"
-NOT_RUN = {"tutorial.md", "architectures.md"}  # tests/test_tutorial.py runs that one
+NOT_RUN = {"tutorial.md"}  # tests/test_tutorial.py runs it
 PAGES = sorted(page.name for page in DOCS.glob("*.md") if page.name not in NOT_RUN)
 BLOCKS = [
     block

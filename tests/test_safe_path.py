@@ -126,7 +126,7 @@ def test_pages_start_no_module_that_python_would_look_for_in_the_current_folder(
         *ROOT.glob("examples/*.py"),
         *ROOT.glob("examples/slurm/*"),
     ]
-    history = {"CHANGELOG.md", "log.md", "security.md"}
+    history = {"CHANGELOG.md", "log.md"}
     texts = {path: path.read_text(encoding="utf-8") for path in pages if path.is_file() and path.name not in history}
     assert len(texts) > 30
     assert [path for path, text in texts.items() if "-m headway" in text.replace("-P -m headway", "")] == []

@@ -1,5 +1,5 @@
 #!/bin/bash
-# Train a recipe on whole nodes of a Slurm cluster; docs/multi-node.md explains it.
+# Train a recipe on whole nodes of a Slurm cluster; docs/many-gpus.md explains it.
 #
 #     sbatch --nodes 4 examples/slurm/train.sh RECIPE [--set a.b=c]...
 #

@@ -264,7 +264,7 @@ class Agents:
         meeting += ["--rdzv-conf", "keep_alive_interval=1,keep_alive_max_attempt=2", "--max-restarts", "1"]
         command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", *meeting]
         environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # as docs/multi-node.md says, with the reason
+        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # as docs/many-gpus.md says, with the reason
         with (self.said / f"agent-{len(self.running)}").open("w") as file:
             whole = [*command, "--no-python", sys.executable, *program, "train", *map(str, self.train)]
             started = running(whole, env=environment, stdout=file, stderr=file)

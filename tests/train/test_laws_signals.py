@@ -151,7 +151,7 @@ def test_a_signal_in_any_moment_leaves_a_run_that_goes_on_to_the_same_weights(
     ("number", "options", "code"),
     [
         *((number, (), 1) for number in ("SIGTERM", "SIGINT", "SIGHUP")),
-        # as docs/multi-node.md has it
+        # as docs/many-gpus.md has it
         ("SIGUSR1", ("--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"), 1),
         ("SIGUSR1", (), -signal.SIGUSR1),
         ("SIGKILL", (), -signal.SIGKILL),

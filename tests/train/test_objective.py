@@ -177,11 +177,6 @@ def test_a_resumed_run_refuses_another_file(raw, tmp_path, killed_before):
         train(parse_config(raw), resume=True)
 
 
-def test_the_page_has_the_example_whole():
-    page = (EXAMPLE.parents[1] / "docs" / "objectives.md").read_text(encoding="utf-8")
-    assert f"```py\n{EXAMPLE.read_text(encoding='utf-8')}```" in page
-
-
 def test_two_objectives_are_one_too_many(raw):
     with pytest.raises(ConfigError, match="preference and objective both say what is learnt; take one of them out"):
         parse_config({**raw, "preference": {}})

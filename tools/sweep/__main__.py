@@ -1,7 +1,7 @@
 """Trace every language architecture of the installed transformers and say which ledgers are complete.
 
-    python -m tools.sweep docs/architectures.md       all of them: ten minutes of one core
-    python -m tools.sweep --only llama,qwen3_vl -     some, to the terminal
+    python -m tools.sweep benchmarks/results/architectures_202611.md    all of them: ten minutes of one core
+    python -m tools.sweep --only llama,qwen3_vl -                       some, to the terminal
 
 Each architecture is built from its configuration class's own defaults, at full width with at most four layers a tower,
 or with all of them where fewer cannot be; it needs no weights. One that transformers cannot build or run from its own

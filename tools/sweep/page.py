@@ -63,9 +63,9 @@ def render(outcomes: Sequence[Outcome]) -> str:
         "",
         "    headway flops FOLDER --segments 4096    # FOLDER has the config.json of any architecture below",
         "",
-        f"Every architecture that transformers {transformers.__version__} registers for these tasks, built from its "
-        f"default configuration with at most {LAYERS} layers a tower and traced forward and backward. A complete "
-        "ledger has no unexplained operation.",
+        f"The table counts every architecture that transformers {transformers.__version__} registers for these tasks. "
+        f"Each is built from its default configuration with at most {LAYERS} layers a tower, and traced forward and "
+        "backward. A complete cost model has no unexplained operation.",
         "",
         "| task | registered | transformers runs it | complete | share |",
         "| --- | ---: | ---: | ---: | ---: |",
@@ -95,7 +95,8 @@ def _peers(outcomes: Sequence[Outcome]) -> list[str]:
     complete = {o.model_type for o in outcomes if o.status == "complete"}
     lines = [
         "",
-        "Tools that choose a formula by model type print 0 for every other type ([conventions.md](conventions.md)).",
+        "Tools that choose a formula by model type print 0 for every other type "
+        "([conventions](../../docs/conventions.md)).",
         "",
         "| counter | model types with a formula | of them here too |",
         "| --- | ---: | ---: |",
@@ -137,10 +138,9 @@ def _witness(outcomes: Sequence[Outcome]) -> list[str]:
         "",
         "## Second witness",
         "",
-        "Each model runs forward once more while its calls of PyTorch's functions are watched "
-        "(`tools/sweep/witness.py`). The FLOPs of a weight must be those of the calls that multiply it, those of "
-        "experts 2 x the elements that a token's picks hold, and every parameter of two dimensions or more needs a row "
-        "or a reason.",
+        "Each model runs forward once more, and `tools/sweep/witness.py` watches its calls of PyTorch's functions. The "
+        "FLOPs of a weight must be those of the calls that multiply it. Those of experts must be 2 x the elements that "
+        "a token's experts hold. Every parameter of two dimensions or more needs a row or a reason.",
         "",
         "| checked | number |",
         "| --- | ---: |",
@@ -164,8 +164,8 @@ def _sizes(outcomes: Sequence[Outcome]) -> list[str]:
         "",
         "## Sizes that conventions read",
         "",
-        "Other tools' formulas take sizes off a configuration. They are held against each decoder's ledger; where they "
-        "do not make the model, a convention refuses with the reason.",
+        "Other tools' formulas read sizes from a configuration. The sweep compares these sizes with each decoder's "
+        "cost model. If they do not make the model, the convention refuses and says why.",
         "",
         "| read off | agrees | refuses | disagrees |",
         "| --- | ---: | ---: | ---: |",
