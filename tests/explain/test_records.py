@@ -276,6 +276,15 @@ def test_many_steps_are_shown_by_their_places_and_the_slow_ones_by_name(tmp_path
     assert len(text.splitlines()) < 30
 
 
+@pytest.mark.parametrize(("core_wait_s", "found"), [(0.0, {"unstable-steps"}), (1.5, {"shared-cores"})])
+def test_steps_are_compared_without_the_time_that_they_waited_for_a_core(tmp_path, core_wait_s, found):
+    """Every third step takes two and a half times as long."""
+    slow = {"wall_s": 2.5, "core_wait_s": core_wait_s}
+    records = [step_record(n, tokens=100, **(slow if n % 3 == 0 else {"wall_s": 1.0})) for n in range(1, 25)]
+    explained = explain_records(write(tmp_path / "metrics.jsonl", *records))
+    assert {finding.id for finding in explained.findings} == found
+
+
 @pytest.mark.parametrize("says_so", [True, False])
 def test_steps_that_a_profile_made_slower_are_in_no_finding_where_records_tell_them(tmp_path, says_so):
     """Of 24 steps three take four times as long, since they were recorded."""

@@ -321,7 +321,9 @@ def _run_step(entry: RecordedStep, waterfall: StepWaterfall, memory_bytes: int |
     ns = {line.key: line.ns for line in waterfall.lines}
     duration_ns = waterfall.duration_ns - ns.get("aside", 0)  # time beside training comes from the ledger
     waited_ns, useful_ns = ns.get("idle.data", 0), ns.get("useful")
-    busy_ns = duration_ns - waited_ns
+    core_wait_ns = min(duration_ns, entry.ns("core_wait_s"))
+    # Waits for a core lie in the wait for data as in the rest.
+    busy_ns = round((duration_ns - waited_ns) * (1 - core_wait_ns / max(1, duration_ns)))
     tokens = (quantity(record.get("tokens")) or 0.0) / entry.num_steps
     work = useful_ns or tokens
     peak_memory, slowest = quantity(record.get("peak_memory_bytes")), record.get("slowest_rank")
@@ -333,6 +335,7 @@ def _run_step(entry: RecordedStep, waterfall: StepWaterfall, memory_bytes: int |
         mfu=None if useful_ns is None else useful_ns / duration_ns,
         rate=work / busy_ns if work and busy_ns > 0 else None,
         waited_ns=waited_ns,
+        core_wait_ns=core_wait_ns,
         tokens=tokens,
         memory_share=peak_memory / memory_bytes if peak_memory and memory_bytes else None,
         has_compiled_again=_has_compiled(entry),
@@ -347,6 +350,7 @@ def _run_step(entry: RecordedStep, waterfall: StepWaterfall, memory_bytes: int |
         phases_ns=entry.phases_ns(),
         lead_ns=None if lead_s is None else round((quantity(lead_s) or 0.0) * 1e9),
         collection_ns=entry.ns("collection_s"),
+        extra=_extra(entry),
         places=_places(record),
         late_rank=None if late_rank is None else integer(late_rank),
         late_ns=round((quantity(record.get("late_rank_s")) or 0.0) * 1e9),
@@ -354,6 +358,16 @@ def _run_step(entry: RecordedStep, waterfall: StepWaterfall, memory_bytes: int |
         facts={name: record.get(name) for name in _FACTS},
         loop_phases=waterfall.phases,
     )
+
+
+def _extra(entry: RecordedStep) -> dict[str, tuple[float, int]]:
+    """Passes and updates of one step beyond those that it needs, from the sampled ones; see `RunStep.extra`."""
+    extra, num_sampled = entry.record.get("extra_passes") or {}, entry.record.get("num_sampled") or 1
+    return {
+        name: (number / num_sampled, round((quantity(extra[f"{name}_s"]) or 0.0) * 1e9 / num_sampled))
+        for name, number in extra.items()
+        if not name.endswith("_s")
+    }
 
 
 def _stage(record: Mapping[str, Any]) -> frozenset[str]:

@@ -230,7 +230,7 @@ _SUMMED = {
     "num_steps", "wall_s", "data_wait_s", "tokens", "slots", "supervised", "segments", "num_batches", "num_left_out",
     "left_out_s", "away_s", "compile_s", "evaluation_s", "checkpoint_s", "collection_s", "num_profiled", "num_skipped",
     "bytes_moved", "energy_j", "flops", "rank_flops", "rank_busy_s", "rank_busy_flops", "phases", "num_sampled",
-    "recompiles", "packs", "making_s",
+    "recompiles", "packs", "making_s", "extra_passes", "core_wait_s",
 }  # fmt: skip
 _LAST = ("step", "lr", "epoch")  # numbers of the last step
 _PER_SAMPLED = ("phases_s", "host_s", "host_lead_s")  # means of sampled steps

@@ -6,6 +6,8 @@ long, so step times cannot tell a slow device from a heavy pack. The FLOPs of a 
 computed them can: a heavy pack has more of both, a slow device less of one for the other.
 """
 
+import os
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -58,6 +60,28 @@ class Mark:
         return float(other._event.elapsed_time(self._event)) / 1e3
 
 
+class CoreWait:
+    """Time for which the thread that makes it has waited for a core that others had.
+
+    Source: Linux, Documentation/scheduler/sched-stats: second number of /proc/PID/task/TID/schedstat [ns].
+    """
+
+    def __init__(self) -> None:
+        self._file: int | None = None
+        try:
+            self._file = os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY)
+        except OSError:  # other systems do not say
+            return
+        weakref.finalize(self, os.close, self._file)
+
+    def read_ns(self) -> int:
+        """Time since the thread's start; 0 where the system does not say [ns]."""
+        try:
+            return 0 if self._file is None else int(os.pread(self._file, 128, 0).split()[1])
+        except (OSError, ValueError, IndexError):
+            return 0
+
+
 class HostCopy:
     """A few numbers on their way from the device.
 
@@ -104,6 +128,7 @@ class ForwardTimer:
         is_paused: whether forwards go by unnoticed, as those that generate do: no hook runs then.
         on_begin: called at each forward's begin, with its mark.
         on_end: called at its end, with its mark and what it returned.
+        on_scoring: called with True and False where a forward without gradients begins and ends.
     """
 
     def __init__(self, model: "nn.Module", mark: Callable[[], Mark]) -> None:
@@ -113,12 +138,14 @@ class ForwardTimer:
         self._inner = weakref.ref(unwrapped(model))
         self._mark = mark
         self._begin: Mark | None = None
+        self._is_scoring = False
         self._waits: list[Span] = []
         self._forwards: list[tuple[Span, list[Span]]] = []
         self._wrapped: list[Any] | None = None
         self.is_paused = False
         self.on_begin: Callable[[Mark], None] | None = None
         self.on_end: Callable[[Mark, Any], None] | None = None
+        self.on_scoring: Callable[[bool], None] | None = None
         _timers[model] = self
         self._handles: list[Any] = []
         self.resume()
@@ -188,8 +215,13 @@ _timers: "weakref.WeakKeyDictionary[nn.Module, ForwardTimer]" = weakref.WeakKeyD
 def _forward_begins(model: "nn.Module", _args: Any) -> None:
     import torch
 
-    timer = None if torch.compiler.is_compiling() or not model.training else _timers.get(model)
+    timer = None if torch.compiler.is_compiling() else _timers.get(model)
     if timer is None or timer.is_paused:
+        return
+    if timer.on_scoring is not None and not torch.is_grad_enabled():
+        timer._is_scoring = True
+        timer.on_scoring(True)
+    if not model.training:
         return
     if timer._wrapped is None:
         timer._time_waits(model)
@@ -202,7 +234,12 @@ def _forward_ends(model: "nn.Module", _args: Any, results: Any) -> None:
     import torch
 
     timer = None if torch.compiler.is_compiling() else _timers.get(model)
-    if timer is None or timer._begin is None:
+    if timer is None:
+        return
+    if timer._is_scoring and timer.on_scoring is not None:
+        timer._is_scoring = False
+        timer.on_scoring(False)
+    if timer._begin is None:
         return
     end = timer._mark()
     timer._forwards.append((Span(timer._begin, end), timer._waits))

@@ -26,6 +26,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from headway.log.boundary import ErrorBoundary
+from headway.meter.clock import CoreWait
 from headway.meter.phases import GAPS, PhaseTimer
 
 PRODUCT = "The places that this loop pauses in"
@@ -327,7 +328,7 @@ class HostEvidence(StackSampler):
         self._begins: dict[int, int] = {}
         self._delays: dict[int, int] = {}
         self._preempted: list[list[int]] = []  # between which samples [ns], and how long the thread had no core [ns]
-        self._task = Path()
+        self._core_wait = CoreWait()
         self._last = 0, 0  # look and what the thread had waited for a core by then [ns]
         self._is_anomaly_mode = False
 
@@ -337,14 +338,14 @@ class HostEvidence(StackSampler):
 
         self._is_anomaly_mode = torch.is_anomaly_enabled()
         gc.callbacks.append(self._collected)
-        self._ident, self._task = threading.get_ident(), _task()
-        self._last = time.perf_counter_ns(), _waited_for_core_ns(self._task)
+        self._ident, self._core_wait = threading.get_ident(), CoreWait()
+        self._last = time.perf_counter_ns(), self._core_wait.read_ns()
         self._thread.start()
 
     def close(self) -> None:
         """End the thread and take the callback away."""
         if self._delays:
-            self._delays[max(self._delays) + 1] = _waited_for_core_ns(self._task)
+            self._delays[max(self._delays) + 1] = self._core_wait.read_ns()
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -356,7 +357,7 @@ class HostEvidence(StackSampler):
     def step(self, number: int) -> None:
         """Note when a step begins, by the samples' clock."""
         self._begins[number] = time.perf_counter_ns()
-        self._delays[number] = _waited_for_core_ns(self._task)
+        self._delays[number] = self._core_wait.read_ns()
 
     def facts(self) -> dict[str, Any]:
         """Give the samples and their facts, JSON-ready.
@@ -385,12 +386,12 @@ class HostEvidence(StackSampler):
 
     def look(self, _passed_s: float) -> None:
         """Note the stack, and for how long the thread or its sampler had no core."""
-        own_task = _task()
-        own_delay_before = _waited_for_core_ns(own_task)
+        own_wait = CoreWait()
+        own_delay_before = own_wait.read_ns()
         if (frame := self._frame()) is None:
             self._stop.set()
             return
-        (before, delay_before), now, delay = self._last, time.perf_counter_ns(), _waited_for_core_ns(self._task)
+        (before, delay_before), now, delay = self._last, time.perf_counter_ns(), self._core_wait.read_ns()
         self._note_delay(before, now, delay - delay_before)
         self._last = now, delay
         stack = self._stacks.setdefault(self._stack(frame), len(self._stacks))
@@ -405,7 +406,7 @@ class HostEvidence(StackSampler):
             self._runs = sorted(longest)
             self._every_s *= 2
         # A sampler that loses its core in the middle of a sample holds up the loop too, which needs Python's lock.
-        self._note_delay(now, time.perf_counter_ns(), _waited_for_core_ns(own_task) - own_delay_before)
+        self._note_delay(now, time.perf_counter_ns(), own_wait.read_ns() - own_delay_before)
 
     def _note_delay(self, begin_ns: int, end_ns: int, delay_ns: int) -> None:
         """Note for how long a thread had no core in some time [ns]."""
@@ -425,19 +426,3 @@ class HostEvidence(StackSampler):
         if own is not None and own >= _SHOWN:
             chosen = [*frames[: _SHOWN - 1], frames[own]]
         return tuple(f"{'' if is_own else '~'}{text}" for text, is_own in chosen)
-
-
-def _task() -> Path:
-    """File in which the system counts how long the calling thread ran and waited."""
-    return Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
-
-
-def _waited_for_core_ns(task: Path) -> int:
-    """Time since its start that a thread has waited for a core in use by others; 0 where the system does not say [ns].
-
-    Source: Linux, Documentation/scheduler/sched-stats: second number of /proc/PID/task/TID/schedstat.
-    """
-    try:
-        return int(task.read_text().split()[1])
-    except (OSError, ValueError, IndexError):
-        return 0

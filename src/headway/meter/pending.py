@@ -219,8 +219,9 @@ class PendingSteps:
             busy_s = sum(span.seconds - sum(wait.seconds for wait in waits) for span, waits in step.forwards)
             sums[WHOLE, "busy_ns"] += round(busy_s * NS)
         sums[WHOLE, "collection_ns"] += round(time.collection_s * NS)
+        sums[WHOLE, "core_wait_ns"] += time.core_wait_ns
         sums[WHOLE, "num_profiled"] += step.profiled
-        self._take_phases(time, wall_ns)
+        self._take_phases(step, wall_ns)
         for phase, tokens in scored.items():
             sums[phase, "scored_tokens"] += max(tokens.values())
         sums[WHOLE, "num_steps"] += 1
@@ -242,9 +243,9 @@ class PendingSteps:
             self._on_error(error)
             return Workload()
 
-    def _take_phases(self, time: StepTime, wall_ns: int) -> None:
+    def _take_phases(self, step: PendingStep, wall_ns: int) -> None:
         """Add the times of the phases that the loop names, of the rest, and of a sampled step's own phases."""
-        sums, phases, rest_ns = self._sums, time.phases, wall_ns
+        sums, time, phases, rest_ns = self._sums, step.time, step.time.phases, wall_ns
         for name, span in time.phase_times.spans:
             span_ns = round(span.seconds * NS)
             sums[name, "wall_ns"] += span_ns
@@ -253,6 +254,15 @@ class PendingSteps:
         for name, busy_s in time.phase_times.busy_s.items():
             sums[name, "devices_ns"] += round(busy_s * NS)
         if phases is None:
+            return
+        billed = [billed for _, billed in step.batches if billed.own and billed.is_timed]
+        scored = sum(of_batch.forward_only for of_batch in billed)
+        # A generation is counted as a whole, whose forwards nobody numbers.
+        scored = phases.passes.num_scorings if any(isinstance(work, Generation) for work, _ in step.batches) else scored
+        for name, (number, seconds) in phases.extra(sum(of_batch.trains for of_batch in billed), scored).items():
+            sums[WHOLE, f"extra_{name}"] += number
+            sums[WHOLE, f"extra_{name}_ns"] += round(seconds * NS)
+        if not phases.is_whole:
             return
         sums[WHOLE, "num_sampled"] += 1
         for phase, seconds in phases.seconds().items():

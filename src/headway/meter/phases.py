@@ -39,16 +39,62 @@ _MOST_RESULTS = 8  # results of a forward whose gradients are watched for the ba
 _PRODUCT = "The phases of this loop's steps"
 
 
+class StepPasses(NamedTuple):
+    """Passes of the model in one sampled step, and the most updates of one optimizer.
+
+    Attributes:
+        num_forwards: forwards with gradients.
+        num_scorings: forwards without gradients.
+        scorings: these forwards, those in a row as one.
+        num_backwards: backwards, without those that make a graph of their own.
+        num_updates: the most updates of one optimizer.
+    """
+
+    num_forwards: int
+    num_scorings: int
+    scorings: list[Span]
+    num_backwards: int
+    num_updates: int
+
+
 class StepPhases(NamedTuple):
     """Phases of one sampled step.
 
     Attributes:
         spans: each with its name, in their order, without gaps.
         even: a point at which the device had done all that the host had given it; None on a CPU, which is always there.
+        passes: of the model.
     """
 
     spans: list[tuple[str, Span]]
     even: Mark | None
+    passes: StepPasses
+
+    @property
+    def is_whole(self) -> bool:
+        """True if backwards were seen; without one the gaps have no names."""
+        return any(name == "backward" for name, _ in self.spans)
+
+    def extra(self, num_trained: int, num_scored: int) -> dict[str, tuple[int, float]]:
+        """Number and time [s] of passes and updates beyond those that a step needs.
+
+        Args:
+            num_trained: micro-batches that were counted with their backward.
+            num_scored: forwards of the model that were counted without one.
+        """
+        passes, seconds = self.passes, [(name, span.seconds) for name, span in self.spans]
+        extra: dict[str, tuple[int, float]] = {}
+        if (number := passes.num_scorings - num_scored) > 0:
+            scored_s = sum(span.seconds for span in passes.scorings)
+            extra["forward"] = number, scored_s * number / passes.num_scorings
+        # One backward over one graph does the work of several: the shortest ones are saved.
+        if (number := passes.num_backwards - passes.num_forwards) > 0:
+            backwards_s = sorted(s for name, s in seconds if name == "backward")
+            extra["backward"] = number, sum(backwards_s[:number])
+        if passes.num_updates >= max(2, passes.num_forwards, num_trained):
+            updates_s = sum(s for name, s in seconds if name == "optimizer")
+            extra["update"] = passes.num_updates - 1, updates_s * (1 - 1 / passes.num_updates)
+        return extra
 
     def seconds(self) -> dict[str, float]:
         """Time of each phase by the device's clock, once it has passed the step [s]."""
@@ -101,7 +147,7 @@ class PhaseTimer:
         self._lasts = False
         self._depth = 0  # number of optimizers in each other
         self._is_away = self._is_parted = False  # parted: a part of the present gap has no name yet
-        self._num_backwards = 0
+        self._clear_passes()
         self._seen_optimizer: weakref.ref[Any] | None = None
         self._forwards = forwards
         self._on_gradient = _Hook(self, PhaseTimer.backward_begins)
@@ -123,6 +169,7 @@ class PhaseTimer:
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
         self._forwards.on_begin, self._forwards.on_end = functools.partial(self.begin, "forward"), self.after_forward
+        self._forwards.on_scoring = self.scoring
         self._handles = [
             register_optimizer_step_pre_hook(_Hook(self, PhaseTimer.before_update)),
             register_optimizer_step_post_hook(_Hook(self, PhaseTimer.after_update)),
@@ -133,7 +180,15 @@ class PhaseTimer:
         for handle in self._handles:
             handle.remove()
         self._handles, self._is_sampled = [], False
-        self._forwards.on_begin = self._forwards.on_end = None
+        self._forwards.on_begin = self._forwards.on_end = self._forwards.on_scoring = None
+
+    def _clear_passes(self) -> None:
+        self._num_forwards = self._num_scorings = self._num_backwards = 0
+        self._num_graphs = 0  # backwards that make a graph of their own, as for a penalty of gradients
+        self._scorings: list[Span] = []
+        self._scored_since: Mark | None = None
+        self._scored_at = 0  # number of phases before the last forward without gradients
+        self._updates: dict[int, int] = {}  # number of updates of each optimizer
 
     def next_step(self, number: int, mark: Mark, last_s: float) -> StepPhases | None:
         """Give the phases of the step that ends, and decide whether the step that begins is sampled.
@@ -144,19 +199,24 @@ class PhaseTimer:
             last_s: how long the host took for the one that ends [s].
 
         Returns:
-            None if the step was not sampled, or had no backward.
+            None if the step was not sampled, or had neither backward nor update.
         """
         if self._is_away:
             self.back(mark)
         if self._lasts:
             self.end(self._border, mark)
         self._close_gap("after", mark)
-        phases = StepPhases(self._spans, self._even) if self._is_sampled and self._num_backwards else None
+        phases = None
+        if self._is_sampled and (self._num_backwards or self._updates):
+            counts = self._num_forwards, self._num_scorings, self._scorings, self._num_backwards - self._num_graphs
+            passes = StepPasses(*counts, max(self._updates.values(), default=0))
+            phases = StepPhases(self._spans, self._even, passes)
         self._is_sampled = bool(self._handles) and (last_s >= _LONG_S or number % _EVERY == 1)
         self._spans, self._since = [], mark
         if number == 1 and self._has_queue:  # the meter has waited for the device
             self._even = mark
-        self._border, self._lasts, self._depth, self._num_backwards = "after", False, 0, 0
+        self._border, self._lasts, self._depth = "after", False, 0
+        self._clear_passes()
         return phases
 
     def begin(self, phase: str, mark: Mark | None = None) -> None:
@@ -169,7 +229,6 @@ class PhaseTimer:
         usual = "after" if self._border in ("after", "optimizer") else "input"
         self._close_gap(_GAP_BEFORE.get(phase, usual), mark)
         self._border, self._lasts = phase, True
-        self._num_backwards += phase == "backward"
 
     def end(self, phase: str, mark: Mark | None = None) -> None:
         """Note that a phase ends, if it is the one that lasts."""
@@ -225,11 +284,25 @@ class PhaseTimer:
         _of_wrappers[wrapper] = self
         self._handles.append(wrapper.register_forward_pre_hook(_before_exchange, prepend=True))
 
+    def scoring(self, begins: bool) -> None:
+        """Note that a forward without gradients begins or ends; forwards in a row, with no phase between, are one."""
+        if begins and self._is_sampled and not self._is_away and not self._lasts:
+            self._num_scorings += 1
+            in_a_row = bool(self._scorings) and self._scored_at == len(self._spans)
+            self._scored_since = self._scorings.pop().begin if in_a_row else self._mark()
+            self._scored_at = len(self._spans)
+        elif not begins and self._scored_since is not None:
+            self._scorings.append(Span(self._scored_since, self._mark()))
+            self._scored_since = None
+
     def after_forward(self, mark: Mark, results: Any) -> None:
         """Note that a forward ends, and watch for its backward."""
         if not self._lasts or self._border != "forward":
             return
+        import torch
+
         self.end("forward", mark)
+        self._num_forwards += torch.is_grad_enabled()
         if self._is_sampled:
             with self._boundary.guard(_PRODUCT):
                 for result in _with_gradient(results):
@@ -240,7 +313,11 @@ class PhaseTimer:
         if not self._is_sampled or self._lasts or self._is_away:
             return
         self.begin("backward")
+        import torch
         from torch.autograd import Variable
+
+        self._num_backwards += 1
+        self._num_graphs += torch.is_grad_enabled()
 
         call_back = Variable._execution_engine.queue_callback
         # behind what others, such as sharded modules, have called back at the end of this pass
@@ -252,6 +329,7 @@ class PhaseTimer:
         if self._depth > 1:
             return
         self.begin("optimizer")
+        self._updates[id(optimizer)] = self._updates.get(id(optimizer), 0) + 1
         if self._seen_optimizer is None or self._seen_optimizer() is not optimizer:
             self._seen_optimizer = weakref.ref(optimizer)
             with self._boundary.guard(_PRODUCT):

@@ -290,7 +290,7 @@ class ProfiledSteps(LoopWatcher):
         The least is what a phase takes when nothing comes between, as another process does.
         """
         before, inside = (
-            [time.phases.seconds() for time in times if time.phases is not None]
+            [time.phases.seconds() for time in times if time.phases is not None and time.phases.is_whole]
             for times in (self._before, [step.time for step in self._recorded])
         )
         if len(before) < _FEWEST or not inside:

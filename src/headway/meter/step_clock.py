@@ -33,6 +33,7 @@ class StepTime(NamedTuple):
     phases: StepPhases | None  # phases of a sampled step; None for others
     collection_s: float  # time of Python's garbage collections [s]
     compiled: bool  # whether something was compiled in it
+    core_wait_ns: int = 0  # time for which the loop's thread waited for a core; 0 where a device computes [ns]
 
 
 class LoopWatcher:
@@ -101,6 +102,9 @@ class StepClock:
         self._phase_clock = PhaseClock(self._mark)
         self._collections = CollectionTimer(self._clock)
         self._compilation = Compilation(self._compiling, self._compiled)
+        self._core_wait: meter_clock.CoreWait | None = None  # clock of the loop's thread, if it computes itself
+        # waits for a core [ns] until the step began, and of the step before the loop left training
+        self._core_waited_ns = self._core_left_ns = 0
         self._compile_span: AbstractContextManager[None] | None = None
         self._waits: list[Span] = []
         self._waits_since: Mark | None = None
@@ -114,6 +118,9 @@ class StepClock:
         self.has_started = True
         if self.device is not None and self.device.type == "cuda":
             self._energy = WindowEnergy(self.device, self.boundary)
+        else:
+            self._core_wait = meter_clock.CoreWait()
+            self._core_waited()
         self._mark().wait()
         self._last = self._mark()
         self._charge("step")
@@ -179,6 +186,7 @@ class StepClock:
         if self._phases is not None:
             self._phases.leave(mark)
         self._left_s, self._left_for = self._clock(), bucket
+        self._core_left_ns = self._core_waited()
         if self._energy is not None:
             self._energy.leave()
         self._charge(bucket)
@@ -196,6 +204,8 @@ class StepClock:
             self._phases.back(mark)
         bucket = str(self._left_for)
         self._away_for_s[bucket] = self._away_for_s.get(bucket, 0.0) + self._clock() - self._left_s
+        self._core_waited()  # waits while away are no step's
+        self._core_waited_ns -= self._core_left_ns
         if bucket in _PHASES:
             self._tell_watchers("end", bucket)
         self._left_s = self._left_for = None
@@ -334,9 +344,17 @@ class StepClock:
             None if self._phases is None else self._phases.next_step(num_steps + 2, end, last_s),
             self._collections.take(),
             self._compilation.happened(),
+            self._core_waited(),
         )
         self._waits, self._away_for_s, self._last = [], {}, end
         return time
+
+    def _core_waited(self) -> int:
+        """Time for which the loop's thread has waited for a core since the last call [ns]."""
+        if self._core_wait is None:
+            return 0
+        before, self._core_waited_ns = self._core_waited_ns, self._core_wait.read_ns()
+        return max(0, self._core_waited_ns - before)
 
     def _finish(self) -> None:
         """Wait for the device, and charge the time since the last step as idle."""

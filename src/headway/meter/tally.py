@@ -190,6 +190,7 @@ class Tally:
             "rank_busy_flops": tuple(rank[WHOLE, "busy_flops"] // self.batch_ranks for rank in billed),
             "peak_memory_bytes": self._memory,
             **(_sampled(ranks) if first[WHOLE, "num_sampled"] else {}),
+            "extra_passes": _extra(first),
         }
         names = [name for name in dict.fromkeys([key[0] for key in total]) if name not in (WHOLE, REST)]
         phases = self._named([*names, REST], total, ranks, flops) if names else {}
@@ -218,7 +219,7 @@ class Tally:
 
 
 _OF_PHASES = ("tokens", "slots", "supervised", "scored_tokens", *GENERATION_QUANTITIES, "bytes_moved", "weight_bytes")
-_TIMES = ("wall", "data_wait", "left_out", "away", *AWAY_FOR, "collection")
+_TIMES = ("wall", "data_wait", "left_out", "away", *AWAY_FOR, "collection", "core_wait")
 _TOTALS = ("tokens", "slots", "segments", *modalities.totals({}), "num_batches", "bytes_moved")
 
 
@@ -228,6 +229,15 @@ def _joined(before: list[Sums], ranks: list[Sums]) -> list[Sums]:
 
 def _useful(sums: Sums) -> int:
     return sum(number for key, number in sums.items() if len(key) > 2 and not key[0] and key[3] != "recompute")
+
+
+def _extra(first: Sums) -> dict[str, float]:
+    """Passes and updates of the first rank's sampled steps beyond those that the steps need, and their times."""
+    numbers = {name: first[WHOLE, f"extra_{name}"] for name in ("forward", "backward", "update")}
+    extra: dict[str, float] = {}
+    for name, number in numbers.items():
+        extra |= {name: number, f"{name}_s": first[WHOLE, f"extra_{name}_ns"] / NS} if number else {}
+    return extra
 
 
 def _sampled(ranks: Sequence[Sums]) -> dict[str, Any]:

@@ -22,10 +22,11 @@ _UNMEASURED: Mapping[str, Any] = {
     **dict.fromkeys(("flops", "components", "flops_by_component", "convention", "peak_dtype", "peak_source")),
     "ceiling_flops_per_s": math.nan, "world_size": 1, "peak_flops_per_s": math.nan, "peak_bytes_per_s": math.nan,
     "num_batches": 0, "packing_length": None, "num_left_out": 0, "left_out_s": 0.0, "away_s": 0.0, "compile_s": 0.0,
-    "evaluation_s": 0.0, "checkpoint_s": 0.0, "collection_s": 0.0, "num_profiled": 0, "num_sampled": 0,
+    "evaluation_s": 0.0, "checkpoint_s": 0.0, "collection_s": 0.0, "core_wait_s": 0.0, "num_profiled": 0,
+    "num_sampled": 0,
     **dict.fromkeys(("phases_s", "host_s", "host_lead_s", "late_rank", "late_rank_s", "late_rank_phase")),
-    "phases": {}, "num_skipped": 0, "bytes_moved": 0, "energy_j": math.nan, **dict.fromkeys(_OF_RANKS, ()),
-    "peak_memory_bytes": 0,
+    "extra_passes": {}, "phases": {}, "num_skipped": 0, "bytes_moved": 0, "energy_j": math.nan,
+    **dict.fromkeys(_OF_RANKS, ()), "peak_memory_bytes": 0,
     **dict.fromkeys(("device_memory_bytes", "weights_dtype", "optimizer", "places", "anomaly_mode")),
 }  # fmt: skip
 
@@ -179,6 +180,9 @@ class Window:
     evaluation_s = _Entry("Evaluations, also within steps that are left out [s].")
     checkpoint_s = _Entry("Checkpoints, also within steps that are left out [s].")
     collection_s = _Entry("Time of Python's garbage collections on the first rank, within the counted steps [s].")
+    core_wait_s = _Entry(
+        "Time for which the loop's thread of the first rank waited for a core, where it computes itself [s]."
+    )
     num_profiled = _Entry("Counted steps that the first rank recorded with a profiler, which makes them slower.")
     num_skipped = _Entry("Counted steps whose update the loop skipped, such as a gradient scaler that found inf.")
     rank_flops = _Entry("Useful FLOPs of each rank.")

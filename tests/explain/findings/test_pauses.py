@@ -245,6 +245,23 @@ def test_a_gap_in_which_another_process_had_the_core_is_no_pause_of_the_loop(tmp
     assert "shared-cores" not in findings_of(tmp_path, steps_of(paused), headway=sidecar(host=host()))
 
 
+@pytest.mark.parametrize(("places", "is_told"), [((1, 1, 1), True), ((1, 2, 3), False)])
+def test_a_gap_of_a_crowded_machine_is_a_pause_if_every_step_has_it(tmp_path, places, is_told):
+    """The thread had a core for 2 ms of each step of 10 ms, nobody knows which: a gap of 5 ms may be all others'."""
+
+    def step(trace, at, number):
+        place = places[number // 1000 - 1]
+        for k in range(5):
+            trace.operator("aten::add", at + k * MS + (5 * MS if k >= place else 0), MS)
+
+    preempted = [(500 * MS + 10 * MS * i, 510 * MS + 10 * MS * i, 8 * MS) for i in range(3)]
+    waits = {str(number): (number - 1) * 8 * MS for number in range(1, 5)}
+    beside = sidecar(host=host(preempted=preempted, core_wait_ns=waits))
+    found = findings_of(tmp_path, steps_of(step), headway=beside)
+    assert ("host-pause" in found) == is_told
+    assert not is_told or found["host-pause"].share == pytest.approx(0.5, abs=0.01)
+
+
 def test_a_collection_is_told_from_other_pauses(tmp_path):
     def step(trace, at, number):
         paused(trace, at, number)

@@ -2,6 +2,7 @@
 
 import copy
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,11 +11,19 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 import headway
 from headway.devices import Peak
 from headway.explain.breakdown import gemms_of
-from headway.explain.findings.evidence import StepEvidence
+from headway.explain.findings.evidence import RunEvidence, RunStep, StepEvidence
 from headway.explain.findings.loops import parameter_loop
-from headway.explain.findings.products import slow_products, uncounted_products, update_each_pass
+from headway.explain.findings.products import (
+    recorded_uncounted,
+    recorded_updates,
+    slow_products,
+    uncounted_products,
+    update_each_pass,
+)
+from headway.explain.phases import PhaseLine
 from headway.explain.trace import read_trace
 from headway.explain.waterfall import explain
+from headway.log.records import read_records
 from headway.models.recompute import recompute_blocks
 from headway.tracing import trace
 from helpers.traces import PUBLISHED, US, WrittenTrace
@@ -98,10 +107,20 @@ CAUSES = {
 }
 
 
+# Records know the passes of the metered model alone, and passes with a backward by what the loop counts.
+EXTRA = {
+    evaluates: {"forward": 1},
+    forward_for_metrics: {"forward": 1},
+    samples: {"forward": 4},
+    two_backwards: {"backward": 1},
+}
+
+
 def profiled(folder, model, step, *, updates=1):
     """Evidence of two profiled steps of a loop that counts one batch in each of its updates."""
     reference, optimizer = copy.deepcopy(model).eval(), torch.optim.AdamW(model.parameters(), fused=True)
-    meter = headway.Meter(model, cost_model=trace(model), peak=PEAK, log_every=100)
+    log_to = [f"jsonl:{folder / 'metrics.jsonl'}"]
+    meter = headway.Meter(model, cost_model=trace(model), peak=PEAK, log_every=1, log_to=log_to)
     with headway.profile(meter, folder, steps=range(2, 4), report=lambda _: None) as window:
         for _ in range(4):
             for number in range(abs(updates)):
@@ -127,6 +146,29 @@ def test_products_beyond_the_counted_ones_are_told_by_what_ran_them(tmp_path, mo
     assert seen is None or CAUSES[step] in seen.cause
     assert parameter_loop(evidence) is None  # another model is no loop over parameters
     assert update_each_pass(evidence) is None
+    assert extra_passes(tmp_path) == EXTRA.get(step, {})
+
+
+def extra_passes(folder):
+    """Numbers of the first record, whose step is sampled on a machine of any speed."""
+    record = next(read_records(folder / "metrics.jsonl"))
+    return {name: number for name, number in record["extra_passes"].items() if not name.endswith("_s")}
+
+
+@pytest.mark.parametrize(
+    ("number", "seconds"), [({"forward": 2}, 0.04), ({"backward": 1}, 0.03), ({"update": 7}, 0.02)]
+)
+def test_extra_passes_of_records_are_a_finding_of_their_rule(number, seconds):
+    ((kind, times),) = number.items()
+    extra = {kind: (times, round(seconds * 1e9))}
+    steps = [RunStep(step, 100_000_000, phases_ns={"forward": 1}, extra=extra) for step in range(1, 9)]
+    run = RunEvidence(steps)
+    finding = (recorded_updates if kind == "update" else recorded_uncounted)(run)
+    assert finding.ns == pytest.approx(seconds * 8e9)
+    # In steps of a loop that names its phases such passes have rules of their own.
+    named = RunEvidence([replace(step, loop_phases=(PhaseLine("rollout", 1, 1e-8, 1),)) for step in steps])
+    assert recorded_updates(named) is None
+    assert recorded_uncounted(named) is None
 
 
 @pytest.mark.parametrize(("updates", "is_told"), [(3, True), (-3, False), (1, False)])
@@ -134,6 +176,7 @@ def test_an_update_after_each_pass_of_a_step_is_told(tmp_path, updates, is_told)
     seen = update_each_pass(profiled(tmp_path, llama(), plain, updates=updates))
     assert (seen is not None) == is_told
     assert seen is None or seen.message.startswith("one optimizer updated the same weights 3 times in a step")
+    assert extra_passes(tmp_path) == ({"update": 2} if is_told else {})
 
 
 def test_recomputation_and_frozen_layers_are_counted(tmp_path):

@@ -24,6 +24,7 @@ def looked(gap, purpose, share=0.5):
     return {"places": ((gap, "train.py:30 in step", purpose, round(share * SECOND)),)}
 
 
+UNKNOWN_LOOP = {"optimizer": {"name": "Mine", "num_tensors": 100}}
 LOOP = {"optimizer": {"name": "AdamW", "num_tensors": 100, "mode": "loop"}}
 
 
@@ -49,6 +50,14 @@ LOOP = {"optimizer": {"name": "AdamW", "num_tensors": 100, "mode": "loop"}}
         (recorded(facts={"anomaly_mode": True}), "anomaly-mode", 0),
         (recorded(late_rank=2, late_ns=SECOND // 4, late_phase="input"), "slow-rank", 0.25),
         (recorded(lead_ns=SECOND // 100), "host-bound", 0.96),
+        (recorded({"optimizer": SECOND}, facts=UNKNOWN_LOOP), "optimizer-loop", 0.5 * (1 - 7 / 20)),
+        (recorded({"exchange": SECOND}), "exposed-communication", 0.5),
+        (recorded({"exchange": SECOND}, late_rank=1, late_ns=SECOND // 2, late_phase="data"), "slow-rank", 0.5),
+        (recorded({"after": SECOND}, **looked("after", "exchange")), "exposed-communication", 0.5),
+        (recorded({"after": SECOND}, extra={"forward": (2, SECOND // 2)}), "uncounted-products", 0.5),
+        (recorded(extra={"backward": (1, SECOND // 4)}), "uncounted-products", 0.25),
+        (recorded(extra={"update": (7, SECOND // 4)}), "update-each-pass", 0.25),
+        (recorded(core_wait_ns=SECOND // 2), "shared-cores", 0.5),
     ],
 )
 def test_each_rule_speaks_of_its_fault_and_of_nothing_else(steps, wanted, share):

@@ -85,3 +85,12 @@ def test_rest_is_the_hosts_where_nothing_is_counted_in_it(tmp_path):
     finding = explain_records(tmp_path / "m.jsonl").findings[0]
     assert (finding.id, finding.ns) == ("host-phase", pytest.approx(3.01e9, rel=1e-6))
     assert finding.seen.startswith("what no phase claims took")
+
+
+@pytest.mark.parametrize(("trained", "is_told"), [(2000, True), (40, False)])
+def test_samples_that_nothing_is_learnt_from_are_told(trained, is_told):
+    rollout = PhaseLine("rollout", 400, 0.4, 400, quantities={"prefills": 1, "prefill_tokens": 4, "decode_tokens": 12})
+    update = PhaseLine("update", 600, 0.6, 600, quantities={"tokens": trained})
+    steps = [RunStep(number, 1000, loop_phases=(rollout, update)) for number in range(1, 9)]
+    finding = next((f for f in find(run=RunEvidence(steps)) if f.id == "samples-in-step"), None)
+    assert (finding is not None and finding.ns == 400) == is_told

@@ -25,6 +25,7 @@ def rated(rates, **more):
         (rated([1.0, 0.99, 1.01] * 10), {"evaluation": SECOND}, None),
         (rated([1.0, 0.9, 0.7, 0.98, 0.85, 0.68, 0.95, 0.8, 0.66, 0.93, 0.78, 0.65]), {}, None),  # falls in its scatter
         (rated([1.0, 0.4, 1.0, 0.5, 1.0, 0.6]), {}, "unstable-steps"),
+        (rated([1.0, 0.4, 1.0, 0.5, 1.0, 0.6], core_wait_ns=SECOND * 2 // 3), {}, "shared-cores"),
         (rated([1.0] * 19 + [0.2] + [1.0] * 20), {}, "slow-steps"),
         (rated([1.0 - 0.004 * n for n in range(15)]), {}, "falling-rate"),
         (rated([1.0] * 15, imbalance=0.2), {}, "heavy-pack"),

@@ -33,9 +33,10 @@ class RunStep:
     step: int  # number of the step
     duration_ns: int  # duration [ns]
     mfu: float | None = None  # a fraction; None where it is not known
-    # work per second without the wait for data, in any unit that is the same for all steps; None if not known
+    # work per second without waits for data and for a core, in a unit that all steps have; None if not known
     rate: float | None = None
     waited_ns: int = 0  # part of it in which the device waited for data [ns]; 0 where that is not known
+    core_wait_ns: int = 0  # part of it in which the loop's thread waited for a core; 0 where a device computes [ns]
     tokens: float | None = None  # tokens of the step; None where they are not known
     memory_share: float | None = None  # peak memory / the device's, a fraction; None where it is not known
     has_compiled_again: bool = False  # whether something was compiled again in it
@@ -52,6 +53,8 @@ class RunStep:
     # the most that the host was ahead of the device in it [ns]; None where there is no such device
     lead_ns: int | None = None
     collection_ns: int = 0  # part of it in Python's garbage collections [ns]
+    # number and time [ns] of passes and updates beyond those that it needs: "forward", "backward", "update"
+    extra: Mapping[str, tuple[float, int]] = field(default_factory=dict)
     # code that the loop's thread was in between phases: gap, code, purpose, and time [ns]
     places: tuple[tuple[str, str, str, int], ...] = ()
     late_rank: int | None = None  # the rank that came last to its backward; None where ranks were not compared
@@ -100,6 +103,16 @@ class Evidence(Generic[Step]):
         """Time that the useful FLOPs of all steps take at peak [ns]; None if one step's FLOPs are unknown."""
         useful_ns = [step.mfu * step.duration_ns for step in self.steps if step.mfu is not None]
         return sum(useful_ns) if len(useful_ns) == self.num_steps else None
+
+    @property
+    def core_wait_ns(self) -> int:
+        """Time in which the loop's thread waited for a core, in all steps; 0 where nobody counted [ns]."""
+        raise NotImplementedError
+
+    @property
+    def is_crowded(self) -> bool:
+        """True if the loop's thread waited for a core most of the time: how fast anything ran then tells nothing."""
+        return 2 * self.core_wait_ns > self.full_ns
 
     def share(self, ns: float, total_ns: int | None = None) -> str:
         """A part of a time as a share of it, for people: of the steps' own time, or of another time that holds it [ns].
@@ -244,11 +257,6 @@ class StepEvidence(Evidence[StepWaterfall]):
             if begin is not None and end is not None:
                 waited_ns.append(max(0, int(end) - int(begin)))
         return round(sum(waited_ns) / len(waited_ns) * self.num_steps) if waited_ns else 0
-
-    @property
-    def is_crowded(self) -> bool:
-        """True if the loop's thread waited for a core most of the time: how fast a kernel ran then tells nothing."""
-        return 2 * self.core_wait_ns > self.full_ns
 
     def of_a_step(self, ns: int) -> int:
         """Mean of a time over the steps, to the nearest nanosecond."""
@@ -443,6 +451,11 @@ class RunEvidence(Evidence[RunStep]):
     def of_a_step(self, ns: int) -> int:
         """Mean of a time over the steps, in whole nanoseconds, rounded down."""
         return ns // self.num_steps
+
+    @property
+    def core_wait_ns(self) -> int:
+        """Time in which the first rank's loop waited for a core, in all steps [ns]."""
+        return sum(step.core_wait_ns for step in self.steps)
 
     @property
     def num_first(self) -> int:

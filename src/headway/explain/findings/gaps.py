@@ -59,6 +59,7 @@ class StepPauses:
         not_own_ns: Mapping[int, int] | None = None,
     ) -> None:
         self.measured, self.step, self._preempted = measured, step, preempted
+        self.alike: list[StepPauses] = []  # the rank's steps, this one included
         self._not_own_ns = not_own_ns or {}  # part of the gap before each event that is not the step's own time [ns]
         self.host = measured.trace.host
 
@@ -83,18 +84,51 @@ class StepPauses:
         ]
 
     @cached_property
+    def long_ns(self) -> int:
+        """Least length of a pause: a part of the time in which the step had a core [ns]."""
+        window = self.step.window
+        return max(_LONG_NS, round(_LONG_SHARE * (window.ns - self.preempted_ns(window.start_ns, window.end_ns))))
+
+    @cached_property
+    def likely_ns(self) -> dict[tuple[int, int], int]:
+        """Likely own time of each gap, by the name of the event behind it and its number among those of the name [ns].
+
+        A wait for a core is spread evenly over the time between two samples, so that one gap may be another's.
+        """
+        events, window, late_ns = self.measured.events, self.step.window, self.step.idle.late_before
+        inside = np.flatnonzero((events.start_ns >= window.start_ns) & (events.start_ns < window.end_ns))
+        numbers: Counter[int] = Counter()
+        likely_ns = {(NONE, 0): late_ns.get(NONE, 0) - self._not_own_ns.get(NONE, 0)}
+        self._places: dict[int, tuple[int, int]] = {NONE: (NONE, 0)}
+        for event in inside[np.argsort(events.start_ns[inside], kind="stable")].tolist():
+            name = int(events.name[event])
+            numbers[name] += 1
+            if event in late_ns:
+                self._places[event] = name, numbers[name]
+                likely_ns[name, numbers[name]] = late_ns[event] - self._not_own_ns.get(event, 0)
+        return likely_ns
+
+    def _comes_again(self, event: int) -> bool:
+        """Tell whether all steps have a long gap there: where others took the core, gaps are now here and now there."""
+        if len(self.alike) < 2 or not self._not_own_ns or not self.likely_ns or event not in self._places:
+            return False
+        place = self._places[event]
+        return all(step.likely_ns.get(place, 0) >= step.long_ns for step in self.alike)
+
+    @cached_property
     def gaps(self) -> tuple[Pause, ...]:
         """All gaps in which the host was late, by their order in time."""
         window, events = self.step.window, self.measured.events
-        long_ns = max(_LONG_NS, round(_LONG_SHARE * window.ns))
         gaps = []
         for event, ns in self.step.idle.late_before.items():
             end_ns = window.end_ns if event == NONE else min(int(events.start_ns[event]), window.end_ns)
             collected_ns = min(ns, overlap(self.collections, end_ns - ns, end_ns))
             preempted_ns = self.preempted_ns(end_ns - ns, end_ns)
             # A gap that was nearly all another process's is not long: the counts are too coarse for the rest of it.
-            is_long = ns - collected_ns - preempted_ns >= max(long_ns, preempted_ns // 4)
+            is_long = ns - collected_ns - preempted_ns >= max(self.long_ns, preempted_ns // 4)
             own_ns = max(0, min(ns - collected_ns - preempted_ns, ns - self._not_own_ns.get(event, 0)))
+            if preempted_ns and not is_long and self._comes_again(event):
+                is_long, own_ns = True, max(own_ns, ns - collected_ns - self._not_own_ns.get(event, 0))
             gaps.append(Pause(ns, end_ns - ns, end_ns, event, collected_ns, preempted_ns, own_ns, is_long))
         return tuple(sorted(gaps, key=lambda gap: gap.start_ns))
 
@@ -188,12 +222,15 @@ _pauses: "weakref.WeakKeyDictionary[StepEvidence, list[StepPauses]]" = weakref.W
 def pauses_of(evidence: StepEvidence) -> list[StepPauses]:
     """Gaps of each step that was measured."""
     if evidence not in _pauses:
-        _pauses[evidence] = [
-            StepPauses(*step.measured, evidence.preempted(step.measured[0], step.step), evidence.not_own_ns(place))
-            for place, step in enumerate(evidence.steps)
-            if step.measured is not None
-        ]
-    return _pauses[evidence]
+        by_rank: dict[int, list[StepPauses]] = {}
+        for place, step in enumerate(evidence.steps):
+            if step.measured is not None:
+                preempted = evidence.preempted(step.measured[0], step.step)
+                pauses = StepPauses(*step.measured, preempted, evidence.not_own_ns(place))
+                pauses.alike = by_rank.setdefault(step.rank, [])
+                pauses.alike.append(pauses)
+                _pauses.setdefault(evidence, []).append(pauses)
+    return _pauses.get(evidence, [])
 
 
 def collected_ns(steps: Sequence[StepPauses]) -> int:
@@ -274,9 +311,11 @@ def _long_gaps(evidence: RunEvidence) -> dict[str, int]:
     if any(step.loop_phases for step in timed):
         workless = sum(map(rollout.workless_ns, evidence.steps)) / evidence.duration_ns
         shares = {gap: max(0.0, share - workless) for gap, share in shares.items()}
-    # A collection is where the loop calls it, or where most objects are made: in the longest gap as far as it fits.
+    # A collection is where the loop calls it, or where most objects are made: in the longest gap as far as it fits. So
+    # is a forward of the model that nobody counted.
     dearest = max(shares, key=lambda gap: shares[gap])
     shares[dearest] -= sum(step.collection_ns for step in evidence.steps) / evidence.duration_ns
+    shares[dearest] -= sum(step.extra["forward"][1] for step in timed if "forward" in step.extra) / timed_ns
     return {gap: round(share * evidence.duration_ns) for gap, share in shares.items() if share > _LEAST_GAP}
 
 

@@ -280,10 +280,18 @@ def contended(evidence: StepEvidence) -> Observation | None:
         return None
     if not evidence.is_cpu:  # a device works on meanwhile, as long as work was launched ahead
         ns = min(ns, evidence.ns("idle.launch"))
+    return _contended(ns, evidence.share(ns, evidence.full_ns))
+
+
+def recorded_contention(evidence: RunEvidence) -> Observation:
+    """Time in which the loop's thread waited for a core that other threads had."""
+    return _contended(evidence.core_wait_ns, evidence.share(evidence.core_wait_ns))
+
+
+def _contended(ns: int, share: str) -> Observation:
     return Observation(
         ns,
-        f"the loop's thread waited for a core {evidence.share(ns, evidence.full_ns)} of the time, as the system counts "
-        "it.",
+        f"the loop's thread waited for a core {share} of the time, as the system counts it.",
         "more threads and processes compute than there are cores: data workers, other ranks, other jobs.",
         "fewer threads (OMP_NUM_THREADS) and workers, cores of its own for each rank, or a machine of its own.",
     )
@@ -330,5 +338,5 @@ RULES = (
     # A host that is never a twentieth of a step ahead launches each kernel when the device is already waiting.
     Rule("host-bound", in_records=RuleObserver(host_bound, 0.10, place=FindingPlace.VAGUE)),
     # A core is taken away for some per cent of the time wherever the system itself has work.
-    Rule("shared-cores", RuleObserver(contended, 0.15, TimeOf.MACHINE)),
+    Rule("shared-cores", RuleObserver(contended, 0.15, TimeOf.MACHINE), RuleObserver(recorded_contention, 0.15)),
 )

@@ -423,10 +423,21 @@ def optimizer_loop(evidence: StepEvidence) -> Observation | None:
 def recorded_optimizer_loop(evidence: RunEvidence) -> Observation | None:
     """An optimizer that updates one tensor after the other."""
     updates = [step.facts.get("optimizer") for step in evidence.steps]
-    loops = [update for update in updates if isinstance(update, Mapping) and update.get("mode") == "loop"]
+    loops = [
+        update for update in updates if isinstance(update, Mapping) and update.get("mode") not in ("fused", "foreach")
+    ]
     if not loops or len(loops) < len(updates):
         return None
     ns = sum(step.phases_ns.get("optimizer", 0) for step in evidence.steps)
+    if "mode" not in loops[-1]:  # an optimizer that is none of torch's has neither option
+        return Observation(
+            ns * (1 - FUSED_PART),
+            f"the optimizer took {evidence.share(ns)} of the time: {loops[-1].get('name')}, which is neither fused nor "
+            f"in lists, updates {loops[-1].get('num_tensors')} tensors.",
+            "an update that goes through the tensors in Python, or one that computes much (Muon, Shampoo).",
+            "torch._foreach_* over all tensors at once, or an optimizer of torch with fused=True; a profile tells "
+            "which operators it runs.",
+        )
     return Observation(
         ns * (1 - FUSED_PART),
         f"the optimizer took {evidence.share(ns)} of the time: {loops[-1].get('name')} updates "

@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from statistics import median
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from headway.explain.attribution import Phase
 from headway.explain.breakdown import ProductCall, product_calls
 from headway.explain.events import NONE, Kind
 from headway.explain.explanation import StepWaterfall
-from headway.explain.findings.evidence import StepEvidence, as_number
+from headway.explain.findings.evidence import RunEvidence, StepEvidence, as_number
 from headway.explain.findings.patterns import num_passes
 from headway.explain.findings.rule import FindingPlace, Observation, Rule, RuleObserver
 from headway.explain.kernels import is_attention
@@ -26,6 +27,48 @@ from headway.words import Argument
 _UNCOUNTED = 1.15  # ran / counted FLOPs; losses and routers run a few products that no ledger has
 _MOSTLY = 0.5  # part of what was not counted from which it has one cause
 _UPDATE = "Optimizer.step#"
+_UPDATES = (
+    "one optimizer updated the same weights {} in a step, after each of its passes; once would save {} of the time."
+)
+_UPDATE_ADVICE = (
+    "optimizer.step() stands in the loop over micro-batches.",
+    "optimizer.step() and zero_grad() once, behind the last micro-batch; or a step of the meter for each update, if "
+    "each is meant.",
+)
+_UPDATED_ONCE = "updates of the same weights after each pass took {}"
+# Cause, advice, and where the products ran, by the kind of what was not counted.
+_UNCOUNTED_WORK = {
+    "backward": (
+        "backward goes through one graph more than once (retain_graph=True), as with a backward for each of several "
+        "losses.",
+        "the sum of the losses, and one backward.",
+        ", and backward differentiates the same operators again",
+    ),
+    "pass": (
+        "a pass with its backward was not counted: a second batch, a second model, or an input that count() was not "
+        "given.",
+        "all that the step trains on in count(), if it belongs there.",
+        "",
+    ),
+    "forward": (
+        "the model runs forward without a backward in the loop: an evaluation, metrics, or sampling.",
+        "metrics from the outputs that the training forward gives; evaluations and samples every some hundred steps, "
+        "within `with meter.away('evaluation')`.",
+        ", most of the rest in forwards of the model that no backward follows",
+    ),
+    "other model": (
+        "a model that is not counted runs forward in the step: a reference, a teacher, a judge or a metric.",
+        "its outputs once for each sample, kept beside the data; if it belongs to the step, count it "
+        "(Meter(others=...)).",
+        ", most of the rest outside of the model",
+    ),
+    "layer": (
+        "a layer computes more than was counted of it, such as experts that multiply every token or positions that "
+        "are masked, or the batch has more than count() was given.",
+        "the same step by module and by product (`headway explain` with these breakdowns), beside `headway flops`.",
+        "",
+    ),
+}
 # Parts of the best rate: good sizes reach 50 to 80 % of it, attention 40 to 70 %.
 _SLOW_PRODUCTS, _GOOD_PRODUCTS = 0.25, 0.5
 _KNOWN = 0.5  # part of the products' time whose sizes must be known
@@ -68,7 +111,10 @@ def uncounted_products(evidence: StepEvidence) -> Observation | None:
     if not lost_ns[phase]:
         return None
     part, ns = ran[phase], sum(lost_ns.values())
-    cause, advice, where = _why(phase, part, has_both=all(lost_ns.values()))
+    cause, advice, where = _UNCOUNTED_WORK[kind := _kind(phase, part, has_both=all(lost_ns.values()))]
+    if kind == "layer":
+        ((module, _),) = part.modules.most_common(1) or [("", 0)]
+        where = f", most of them in {module}" if module else ""
     per_step = [format_flops(flops / len(evidence.measured_steps)) for flops in (part.all, part.counted)]
     return Observation(
         ns,
@@ -136,43 +182,51 @@ def _time_of(evidence: StepEvidence, phase: Phase) -> int:
     )
 
 
-def _why(phase: Phase, part: _Ran, *, has_both: bool) -> tuple[str, str, str]:
-    """Cause, advice, and where the products ran, of what was not counted in a phase."""
+def _kind(phase: Phase, part: _Ran, *, has_both: bool) -> str:
+    """Kind of what was not counted in a phase, a key of `_UNCOUNTED_WORK`."""
     if part.again >= _MOSTLY * part.excess:
-        return (
-            "backward goes through one graph more than once (retain_graph=True), as with a backward for each of "
-            "several losses.",
-            "the sum of the losses, and one backward.",
-            ", and backward differentiates the same operators again",
-        )
+        return "backward"
     if has_both:
-        return (
-            "a pass with its backward was not counted: a second batch, a second model, or an input that count() was "
-            "not given.",
-            "all that the step trains on in count(), if it belongs there.",
-            "",
-        )
+        return "pass"
     if phase is Phase.FORWARD and part.without_backward >= _MOSTLY * part.excess:
-        return (
-            "the model runs forward without a backward in the loop: an evaluation, metrics, or sampling.",
-            "metrics from the outputs that the training forward gives; evaluations and samples every some hundred "
-            "steps, within `with meter.away('evaluation')`.",
-            ", most of the rest in forwards of the model that no backward follows",
-        )
-    if phase is Phase.FORWARD and part.outside >= _MOSTLY * part.excess:
-        return (
-            "a model that is not counted runs forward in the step: a reference, a teacher, a judge or a metric.",
-            "its outputs once for each sample, kept beside the data; if it belongs to the step, count it "
-            "(Meter(others=...)).",
-            ", most of the rest outside of the model",
-        )
-    ((module, _),) = part.modules.most_common(1) or [("", 0)]
-    return (
-        "a layer computes more than was counted of it, such as experts that multiply every token or positions that "
-        "are masked, or the batch has more than count() was given.",
-        "the same step by module and by product (`headway explain` with these breakdowns), beside `headway flops`.",
-        f", most of them in {module}" if module else "",
+        return "forward"
+    return "other model" if phase is Phase.FORWARD and part.outside >= _MOSTLY * part.excess else "layer"
+
+
+def recorded_uncounted(evidence: RunEvidence) -> Observation | None:
+    """Forwards of the model without a backward, or backwards through one graph, that nobody counted."""
+    if any(step.loop_phases for step in evidence.steps):  # phases that the loop names have rules of their own
+        return None
+    kind = max(("forward", "backward"), key=lambda kind: _extra(evidence, kind).ns)
+    extra = _extra(evidence, kind)
+    cause, advice, _ = _UNCOUNTED_WORK[kind]
+    what = f"{kind}s more than it has forwards" if kind == "backward" else "forwards without a backward"
+    return extra._replace(
+        message=f"a step has {extra.message} {what}, which nobody counted: {evidence.share(extra.ns)} of the time.",
+        cause=cause,
+        next=advice,
+        once=f"{what}, which nobody counted, took {{}}",
     )
+
+
+def recorded_updates(evidence: RunEvidence) -> Observation | None:
+    """An optimizer that updates the same weights after each pass of a step."""
+    if any(step.loop_phases for step in evidence.steps):  # several updates on one rollout are how it learns
+        return None
+    extra = _extra(evidence, "update")
+    return extra._replace(message=_UPDATES.format(f"{extra.message} times more than once", evidence.share(extra.ns)))
+
+
+def _extra(evidence: RunEvidence, kind: str) -> Observation:
+    """Extra passes or updates of one kind: their time, and their number in a step as the message."""
+    sampled = [step for step in evidence.steps if step.phases_ns or step.extra]
+    by_step = {step.step: step.extra[kind][1] for step in sampled if kind in step.extra}
+    numbers = [step.extra[kind][0] for step in sampled if kind in step.extra]
+    scale = evidence.duration_ns / sum(step.duration_ns for step in sampled) if sampled else 0.0
+    number = f"{median(numbers):,.3g}" if numbers else ""
+    # Steps that were not sampled tell nothing, so that what came in which step is known where all were.
+    rare = by_step if len(sampled) == evidence.num_steps else {}
+    return Observation(scale * sum(by_step.values()), number, *_UPDATE_ADVICE, by_step=rare, once=_UPDATED_ONCE)
 
 
 def update_each_pass(evidence: StepEvidence) -> Observation | None:
@@ -196,11 +250,8 @@ def update_each_pass(evidence: StepEvidence) -> Observation | None:
         return None
     return Observation(
         again_ns,
-        f"one optimizer updated the same weights {most} times in a step, after each of its passes; once would save "
-        f"{evidence.share(again_ns)} of the time.",
-        "optimizer.step() stands in the loop over micro-batches.",
-        "optimizer.step() and zero_grad() once, behind the last micro-batch; or a step of the meter for each update, "
-        "if each is meant.",
+        _UPDATES.format(f"{most} times", evidence.share(again_ns)),
+        *_UPDATE_ADVICE,
     )
 
 
@@ -319,9 +370,17 @@ def _attention_flops(waterfall: StepWaterfall, operator: int) -> tuple[str, floa
 _KERNELS = ("memory", "slow", "matmul", "idle.launch")
 RULES = (
     # Losses, metrics and routers run some products; a tenth of the time is a part of a model.
-    Rule("uncounted-products", RuleObserver(uncounted_products, 0.10, lines=_KERNELS)),
+    Rule(
+        "uncounted-products",
+        RuleObserver(uncounted_products, 0.10, lines=_KERNELS),
+        RuleObserver(recorded_uncounted, 0.10),
+    ),
     # A fused update is 1 to 5 % of a step, and several of them are as many times that.
-    Rule("update-each-pass", RuleObserver(update_each_pass, 0.03, lines=("optimizer",))),
+    Rule(
+        "update-each-pass",
+        RuleObserver(update_each_pass, 0.03, lines=("optimizer",)),
+        RuleObserver(recorded_updates, 0.03),
+    ),
     # Products of good sizes reach half of the peak and more; a quarter leaves room for a mix of small ones.
     Rule(
         "slow-products",

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from headway.explain.attribution import Chore
 from headway.explain.findings.evidence import EventTime, RunEvidence, StepEvidence
+from headway.explain.findings.gaps import recorded_pause
 from headway.explain.findings.patterns import num_passes
 from headway.explain.findings.rule import Observation, Rule, RuleObserver, TimeOf
 from headway.report import format_ms, format_share
@@ -204,6 +205,23 @@ def exposed_communication(evidence: StepEvidence) -> Observation | None:
     )
 
 
+def recorded_exchanges(evidence: RunEvidence) -> Observation | None:
+    """Exchanges of the loop's own between the phases, or of data parallelism before the forward."""
+    own, ns = recorded_pause(evidence, "exchange"), sum(step.phases_ns.get("exchange", 0) for step in evidence.steps)
+    # A rank that is late is waited for there too, and has a finding of its own.
+    ns = max(0, ns - sum(step.late_ns for step in evidence.steps))
+    if own is not None and own.ns > ns:
+        return own
+    return Observation(
+        ns,
+        f"ranks waited for each other between the phases {evidence.share(ns)} of the time, such as before the forward.",
+        "data parallelism sends the model's buffers before each forward (broadcast_buffers), or ranks wait for each "
+        "other's numbers there.",
+        "DistributedDataParallel(broadcast_buffers=False) if buffers do not change, smaller buffers, or numbers that "
+        "are exchanged every N steps.",
+    )
+
+
 def reduces_each_pass(evidence: StepEvidence) -> Observation | None:
     """Gradients that are exchanged after each pass of a step, though the optimizer needs them once."""
     repeated_ns = 0.0
@@ -321,5 +339,9 @@ RULES = (
     Rule("reduces-each-pass", RuleObserver(reduces_each_pass, 0.03, lines=("communication",))),
     # The last and the first exchange of a step cannot hide.
     Rule("exposed-gathers", RuleObserver(exposed_gathers, 0.05, lines=("communication",))),
-    Rule("exposed-communication", RuleObserver(exposed_communication, 0.10, lines=("communication",))),
+    Rule(
+        "exposed-communication",
+        RuleObserver(exposed_communication, 0.10, lines=("communication",)),
+        RuleObserver(recorded_exchanges, 0.10),
+    ),
 )

@@ -12,6 +12,7 @@ from headway.report import format_share
 
 _REPEATED = 1.5  # times the tokens of the sequences, from which a frozen model has scored them more than once
 _FULL = 0.75  # part of the device's memory from which a larger batch has no room
+_LEARNT = 0.02  # sampled / trained tokens up to which a run cannot learn from its samples
 _BUSY = 0.9  # part of the step from which devices work all the time
 
 
@@ -288,6 +289,23 @@ def no_overlap(evidence: RunEvidence) -> Observation | None:
     )
 
 
+def samples(evidence: RunEvidence) -> Observation | None:
+    """Sampling in every step of a run that does not learn from what it samples."""
+    totals = phase_totals(evidence).values()
+    sampled = sum(total["prefill_tokens"] + total["decode_tokens"] for total in totals)
+    trained = sum(total["tokens"] for total in totals if not total["prefills"])
+    if not 0 < sampled < _LEARNT * trained:
+        return None
+    ns = sum(total.ns for total in totals if total["prefills"])
+    return Observation(
+        ns,
+        f"{sampled / evidence.num_steps:,.0f} tokens a step are read and sampled for {evidence.share(ns)} of the time, "
+        f"and {trained / evidence.num_steps:,.0f} are trained on, which are others.",
+        "samples to look at, or an evaluation that generates, are made in the step.",
+        "samples every some hundred steps, within `with meter.away('evaluation')`.",
+    )
+
+
 # Answers differ in length, rewards take their time and servers are waited for in every loop; a tenth is more.
 RULES = (
     # Half of the step is more than any other phase has.
@@ -296,6 +314,7 @@ RULES = (
     Rule("small-decode-batches", in_records=RuleObserver(small_batches, 0.10)),
     Rule("repeated-prefill", in_records=RuleObserver(repeated_prefill, 0.05)),
     Rule("repeated-scoring", in_records=RuleObserver(repeated_scoring, 0.03)),
+    Rule("samples-in-step", in_records=RuleObserver(samples, 0.10)),
     Rule("host-phase", in_records=RuleObserver(host_phase, 0.10)),
     Rule("no-overlap", in_records=RuleObserver(no_overlap, 0.10)),
 )

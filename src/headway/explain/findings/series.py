@@ -85,8 +85,12 @@ def _rated(evidence: RunEvidence) -> list[tuple[float, RunStep]]:
 
 
 def _of_stages(evidence: RunEvidence) -> list[tuple[float, RunStep]]:
-    """Steps with their rates, scaled to the median of the run's first stage, since stages differ in work."""
-    rated = [(step.rate, step) for step in evidence.steps if step.rate]
+    """Steps with their rates, scaled to the median of the run's first stage, since stages differ in work.
+
+    None of a run on a crowded machine: rates leave out the waits of the loop's thread, but it waits for other ranks and
+    threads too, which wait for cores themselves.
+    """
+    rated = [] if evidence.is_crowded else [(step.rate, step) for step in evidence.steps if step.rate]
     begins = [0] + [n for n in range(1, len(rated)) if rated[n][1].stage != rated[n - 1][1].stage]
     if not 1 < len(begins) <= _MOST_STAGES:
         return rated
