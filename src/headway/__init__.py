@@ -64,3 +64,18 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+_notebooks: dict[int, Any] = {}  # by the identity of a shell of IPython
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """Meter what the cells of a notebook train: `%load_ext headway`."""
+    from headway.integrations.script import NotebookWatch
+
+    _notebooks[id(shell)] = NotebookWatch(shell.events)
+
+
+def unload_ipython_extension(shell: Any) -> None:
+    """Meter no further cells."""
+    _notebooks.pop(id(shell)).close()

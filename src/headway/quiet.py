@@ -8,5 +8,12 @@ expanded by the model, which is how it is traced (5.23). Errors are still said.
 import logging
 
 _QWEN2_AUDIO = "transformers.models.qwen2_audio.modeling_qwen2_audio"
-for _library in ("torchao", "torch.utils._pytree", _QWEN2_AUDIO):
+_LIBRARIES = ("torchao", "torch.utils._pytree", _QWEN2_AUDIO)
+for _library in _LIBRARIES:
     logging.getLogger(_library).setLevel(logging.ERROR)
+
+
+def let_complain() -> None:
+    """Take that back, in a process that becomes somebody else's program."""
+    for library in _LIBRARIES:
+        logging.getLogger(library).setLevel(logging.NOTSET)

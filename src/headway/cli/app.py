@@ -16,6 +16,7 @@ from typer.models import CommandInfo
 
 import headway.quiet  # noqa: F401 - before any library that complains as it is imported
 from headway.cli.output import ReaderGoneError, missing_library_told, open_streams
+from headway.cli.run import Program
 from headway.errors import HeadwayError, OutOfMemoryError, RankLostError, is_out_of_memory
 from headway.plugins import hooks_of_all
 from headway.report.table import coloured, width_of, wrapped
@@ -50,6 +51,7 @@ _COMMANDS = {
     "init": ("init", "Write a configuration for a model and data."),
     "new-model": ("models", "Write a small model with random weights, for experiments."),
     "train": ("train", "Train a model on packed data."),
+    "run": ("run", "Run any training script, and meter it."),
     "tune": ("tune", "Search the settings that train fastest within the memory."),
     "chat": ("answer", "Talk to a model that was trained."),
     "generate": ("answer", "Answer one prompt or a file of them."),
@@ -119,9 +121,19 @@ def options(
 
 
 def main() -> NoReturn:
-    """Run the command line and exit with its code."""
-    keep_current_folder_out()
+    """Run the command line and exit with its code, or with that of the program that it starts."""
+    try:
+        _command()
+    except Program as ready:
+        program = ready
+    program.run()  # behind all that handles errors of commands
+    sys.exit(0)
+
+
+def _command() -> NoReturn:
     sys.argv[1:] = _spoken(sys.argv[1:])
+    if sys.argv[1:2] != ["run"]:  # a script starts processes of its own, as Python does without this command
+        keep_current_folder_out()
     try:
         open_streams()
         try:

@@ -13,6 +13,8 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from headway.meter.hooks import UnsavedHook
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -174,8 +176,8 @@ class ForwardTimer:
         model = self._model()
         if model is not None and not self._handles and _timers.get(model) is self:
             self._handles = [
-                model.register_forward_pre_hook(_forward_begins),
-                model.register_forward_hook(_forward_ends, always_call=True),
+                model.register_forward_pre_hook(UnsavedHook(_forward_begins)),
+                model.register_forward_hook(UnsavedHook(_forward_ends), always_call=True),
             ]
 
     def close(self) -> None:

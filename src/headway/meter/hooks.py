@@ -7,6 +7,7 @@ import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from headway.errors import UsageError
@@ -91,7 +92,7 @@ class ModuleHooks:
             if not is_compiled(block) and block._compiled_call_impl is None:
                 begins = functools.partial(_block_begins, self._number(block), plain_path(path))
                 self._blocks.add(plain_path(path))
-                self._handles.append(block.register_forward_pre_hook(begins))
+                self._handles.append(block.register_forward_pre_hook(UnsavedHook(begins)))
 
     def _number(self, module: "nn.Module") -> int:
         number = next(_numbers)
@@ -114,9 +115,25 @@ class ModuleHooks:
         if self.breaks_graphs:
             before, after = map(torch.compiler.disable, (before, after))
         self._handles += [
-            module.register_forward_pre_hook(before, prepend=self._first, with_kwargs=True),
-            module.register_forward_hook(after, always_call=True, with_kwargs=True),
+            module.register_forward_pre_hook(UnsavedHook(before), prepend=self._first, with_kwargs=True),
+            module.register_forward_hook(UnsavedHook(after), always_call=True, with_kwargs=True),
         ]
+
+
+class UnsavedHook:
+    """A hook of a module, in whose copies and files stands one that does nothing, of Python's own.
+
+    A module that is saved whole can then be opened where Headway is not installed.
+    """
+
+    def __init__(self, hook: Callable[..., None]) -> None:
+        self._hook = hook
+
+    def __call__(self, *args: Any) -> None:  # noqa: D102 - a hook
+        self._hook(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (nullcontext(), "__exit__")
 
 
 # A hook finds its watch here by a number of its own, so that a model that is watched can be copied and pickled, and the

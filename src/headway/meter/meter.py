@@ -3,6 +3,7 @@
 import atexit
 import math
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -214,7 +215,7 @@ class Meter(StepMeter):
             batch_ranks=self.batch_share.ranks,
             devices=self.phase_devices,
         )
-        self._warned = set()
+        self._warned, self.calls = set(), threading.local()
         # forwards are timed where there is a module, and steps wait here until the device has passed them
         if not isinstance(model, CostModel):
             self._forwards = ForwardTimer(model, self._mark)

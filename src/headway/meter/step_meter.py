@@ -1,6 +1,7 @@
 """Work of every meter of a loop: it knows the model's costs, and keeps each step until the device has passed it."""
 
 import sys
+import threading
 import warnings
 import weakref
 from abc import ABC, abstractmethod
@@ -36,6 +37,8 @@ class StepMeter(StepClock, ABC):
         failure: the error that ended the counting of forwards; None while all is well.
         on_failure: told of it, in place of a warning.
         second_backward: name of a model through whose forward a second backward has gone.
+        watches_parts: whether the parts of a model that is traced by shapes may run without it.
+        calls: of each thread by itself, the calls of watched modules under way: the outermost of them is a forward.
     """
 
     results: Any
@@ -51,6 +54,8 @@ class StepMeter(StepClock, ABC):
     failure: Exception | None = None
     on_failure: Callable[[Exception], None] | None = None
     second_backward = ""
+    watches_parts = True
+    calls: threading.local
     _counts_tokens = True
     _has_own_ledger: bool  # whether the loop gave the cost model
     _reads_recompute: bool  # whether it is read off the model
@@ -144,6 +149,9 @@ class StepMeter(StepClock, ABC):
     def trains_now(self) -> bool:
         """True if the trained model is in training mode, as far as it is known."""
         return self.model is None or self.model.training
+
+    def hear_of_forward(self, trains: bool) -> None:
+        """Hear that a watched module begins to run, for loops that do not say themselves when they evaluate."""
 
     @property
     def leaves(self) -> Leaves:

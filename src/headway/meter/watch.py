@@ -115,10 +115,10 @@ class ForwardWatch:
         self._workload, self._phase, self._is_headless = workload, phase, is_headless
         self._model, self._inner = weakref.ref(model), weakref.ref(inner)
         self._own_forward = vars(model).get("forward")
+        self._own_calls: threading.local | None = None  # calls of a watch within another's forwards
         self._owner: ForwardWatch | None = None  # the owner outlives a watch of the model without its head
-        # calls under way, of each thread by itself; forwards of this step; those whose backward came after their step;
-        # and the forwards that each backward under way has come to, with the parameters that it reaches
-        self._local = threading.local()
+        # forwards of this step; those whose backward came after their step; and the forwards that each backward under
+        # way has come to, with the parameters that it reaches
         self._forwards: list[WatchedForward] = []
         self._later: list[WatchedForward] = []
         self._backwards: dict[int, tuple[dict[Leaves, int], dict[WatchedForward, int]]] = {}
@@ -141,7 +141,7 @@ class ForwardWatch:
         if self._hooks.are_on or self._is_closed or model is None or inner is None:
             return
         self._hooks.watch(model, inner if is_compiled(model) else None)
-        if not self._ledger.rows:
+        if not self._ledger.rows and self._meter.watches_parts:
             for module in outermost(inner):
                 self._hooks.watch(module)
         self._hooks.watch_blocks(inner)
@@ -204,7 +204,8 @@ class ForwardWatch:
 
     @property
     def _stack(self) -> list[tuple["nn.Module", WatchedForward | None, ExitStack]]:
-        stack: list[Any] = self._local.__dict__.setdefault("stack", [])
+        local = self._meter.calls if self._own_calls is None else self._own_calls
+        stack: list[Any] = local.__dict__.setdefault("stack", [])
         return stack
 
     def begin(self, module: "nn.Module") -> None:
@@ -226,6 +227,7 @@ class ForwardWatch:
 
         # an evaluation is none; all of a phase that the loop names is
         trains = self._meter.trains_now or (self._phase is None and self._meter.current_phase is not None)
+        self._meter.hear_of_forward(trains)
         if self._meter.is_away or not trains:
             return None
         is_again = torch._C._current_autograd_node() is not None
@@ -403,7 +405,7 @@ class ForwardWatch:
         options: Any = {"workload": self._workload, "phase": self._phase, "breaks_graphs": self._hooks.breaks_graphs}
         options |= {"is_trained": self.is_trained, "is_headless": True}
         watch = ForwardWatch(bare, self._meter, self._cost_model, **options)
-        watch._forwards, watch._owner = self._forwards, self
+        watch._forwards, watch._owner, watch._own_calls = self._forwards, self, threading.local()
         watch._leaves[bare] = self._leaves_of(self._inner())
         return watch
 

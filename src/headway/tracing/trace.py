@@ -1,14 +1,16 @@
 """`trace`: read a model's cost rows off its own forward and backward, run once on tensors without data."""
 
 import math
+import random
 import warnings
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -61,13 +63,14 @@ def trace(model_or_config: Any, *, inputs: Any = None, results: Results = None, 
     [('0', 'tokens', 512), ('2', 'tokens', 512)]
     """
     try:
-        return _traced(model_or_config, inputs, results, name)
+        with _random_states_kept():
+            return _traced(model_or_config, inputs, results, name)
     except TraceError as error:
         is_model = isinstance(model_or_config, nn.Module)
         adapted = [path for path, m in model_or_config.named_modules() if wraps_a_layer(m)] if is_model else []
         if not adapted:
             raise
-        with suppress(TraceError):  # a second failure has another cause than the adapters
+        with suppress(TraceError), _random_states_kept():  # a second failure has another cause than the adapters
             cost = _traced(model_or_config, inputs, results, name, adapters=False)
             missing = (
                 f"the adapters of {adapted[0]} and {len(adapted) - 1} more layers, whose base alone counts: {error}"
@@ -79,6 +82,18 @@ def trace(model_or_config: Any, *, inputs: Any = None, results: Results = None, 
         raise TraceError(str(error)) from error
     except Exception as error:  # foreign code may raise anything: its module and operation are named where it ran
         raise failed_on_shapes(error, model_or_config) from error
+
+
+@contextmanager
+def _random_states_kept() -> Iterator[None]:
+    """Leave the random numbers of a loop as they were: its model draws some as it is traced, for dropout of layers."""
+    states = random.getstate(), np.random.get_state()  # noqa: NPY002 - the state that loops use
+    try:
+        with torch.random.fork_rng(devices=()):
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])  # noqa: NPY002 - as above
 
 
 def _traced(
