@@ -71,9 +71,9 @@ _notebooks: dict[int, Any] = {}  # by the identity of a shell of IPython
 
 def load_ipython_extension(shell: Any) -> None:
     """Meter what the cells of a notebook train: `%load_ext headway`."""
-    from headway.integrations.script import NotebookWatch
+    from importlib import import_module
 
-    _notebooks[id(shell)] = NotebookWatch(shell.events)
+    _notebooks[id(shell)] = import_module("headway.integrations.script").NotebookWatch(shell.events)
 
 
 def unload_ipython_extension(shell: Any) -> None:

@@ -10,13 +10,13 @@ from importlib import import_module
 from typing import Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command_from_info
 from typer.models import CommandInfo
 
 import headway.quiet  # noqa: F401 - before any library that complains as it is imported
 from headway.cli.output import ReaderGoneError, missing_library_told, open_streams
-from headway.cli.run import Program
+from headway.cli.run import Program, ScriptCommand
 from headway.errors import HeadwayError, OutOfMemoryError, RankLostError, is_out_of_memory
 from headway.plugins import hooks_of_all
 from headway.report.table import coloured, width_of, wrapped
@@ -87,9 +87,12 @@ class Commands(TyperGroup):
                 self._add(name, function, function.__doc__.partition("\n")[0])
 
     def _add(self, name: str, function: Any, short_help: str) -> None:
-        from headway.cli.parse import HeadwayCommand
+        kind: type[TyperCommand] = ScriptCommand
+        if name != "run":  # a script may have settings that NumPy reads as it is imported
+            from headway.cli.parse import HeadwayCommand
 
-        info = CommandInfo(name, cls=HeadwayCommand, callback=function, short_help=short_help)
+            kind = HeadwayCommand
+        info = CommandInfo(name, cls=kind, callback=function, short_help=short_help)
         self.commands[name] = get_command_from_info(info, pretty_exceptions_short=True, rich_markup_mode=None)
 
 

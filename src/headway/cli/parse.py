@@ -296,9 +296,7 @@ class HeadwayCommand(TyperCommand):
             return super().parse_args(ctx, args)
         kinds = _numeric(self.callback) if self.callback else {}
         options = {name: kinds[param.name] for param in self.params if param.name in kinds for name in param.opts}
-        ctx.allow_interspersed_args = self.name != "run"  # a script has all that follows
-        if ctx.allow_interspersed_args:
-            _warn_of_repeats(args, self.params)
+        _warn_of_repeats(args, self.params)
         try:
             return super().parse_args(ctx, _plain(args, options))
         except Exception as error:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from headway.cli.output import say
 from headway.errors import UsageError
@@ -59,15 +60,22 @@ def run(
     On several GPUs: torchrun --nproc-per-node 8 --no-python headway run train.py, or accelerate launch --no_python
     headway run train.py. In a notebook: %load_ext headway.
     """
-    from headway.log.sinks import check_spec
+    if log_to:
+        from headway.log.sinks import check_spec
 
-    for spec in log_to or ():
-        check_spec(spec)
+        for spec in log_to:
+            check_spec(spec)
     if not is_module and not Path(program[0]).exists():
         raise UsageError(f"there is no script {program[0]}. Check the path; a module needs -m.")
     name = program[0].rpartition(".")[2] if is_module else Path(program[0]).resolve().stem
     folder = output or Path("runs", f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
     raise Program(program, is_module=is_module, folder=folder.absolute(), profile=profile, log_to=log_to or ())
+
+
+class ScriptCommand(TyperCommand):
+    """A command whose options end where the script's name stands."""
+
+    allow_interspersed_args = False
 
 
 class Program(BaseException):
@@ -83,13 +91,18 @@ class Program(BaseException):
         super().__init__(arguments[0])
         self._arguments, self._is_module, self._options = arguments, is_module, options
         self._watch: ScriptWatch | None = None
+        self._pid = os.getpid()
 
     def run(self) -> None:
         """Run the program; whatever it raises goes on to Python, without a frame of this package in front."""
         self._become()
         is_whole = False
         atexit.register(self._tell_result)
-        sys.meta_path.insert(0, _AfterTorch(partial(self._meter, time.monotonic_ns())))
+        meter = partial(self._meter, time.monotonic_ns())
+        if "torch" in sys.modules:
+            meter()
+        else:
+            sys.meta_path.insert(0, _AfterTorch(meter))
         try:
             self._start()
             is_whole = True
@@ -140,9 +153,10 @@ class Program(BaseException):
         self._watch = ScriptWatch(**self._options, since_ns=since_ns, report=_tell)
 
     def _tell_result(self) -> None:
-        with suppress(Exception):
-            if self._watch is not None and (line := self._watch.line):
-                _tell(line)
+        with suppress(Exception):  # standard error may be closed
+            line = "" if self._watch is None else self._watch.line
+            if os.getpid() == self._pid and os.environ.get("RANK", "0") == "0":
+                _tell(line or "nothing was metered, as no optimizer of torch took a third step.")
 
 
 class _AfterTorch(MetaPathFinder):

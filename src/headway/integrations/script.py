@@ -302,15 +302,17 @@ class ScriptWatch:
             self.folder.mkdir(parents=True, exist_ok=True)
         if is_first and self._goodput is None:
             self._goodput = Goodput(self.folder / FILE_NAME, since_ns=self._since_ns)
-        meter = ScriptMeter(
-            _bare(trained.module),
-            is_training=trained.is_training,
-            others=others,
-            goodput=self._goodput,
-            log_to=[f"jsonl:{self.folder / METRICS}", *self._log_to],
-            log_every=_LOG_EVERY,
-            steps_before=self._num_steps_before(),
-        )
+        with warnings.catch_warnings(record=True, action="always") as notes:  # a script may make errors of them
+            meter = ScriptMeter(
+                _bare(trained.module),
+                is_training=trained.is_training,
+                others=others,
+                goodput=self._goodput,
+                log_to=[f"jsonl:{self.folder / METRICS}", *self._log_to],
+                steps_before=2 if self._run is None else self._run.step,
+            )
+        for note in notes:
+            self.report(f"Warning: {note.message}")
         meter.on_failure = self._warn_of_failure
         if self._profiles:
             first = meter.steps_before + _PROFILED_AFTER
@@ -324,9 +326,6 @@ class ScriptWatch:
         self._listen()
         if is_first:
             write_json(self.folder / RUN, _facts(meter))
-
-    def _num_steps_before(self) -> int:
-        return 2 if self._run is None else self._run.step
 
     def _warn_of_failure(self, error: Exception) -> None:
         self._warn_of(str(error) if isinstance(error, HeadwayError) else f"{type(error).__name__}: {error}")

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from headway.meter.hooks import UnsavedHook
+from headway.meter.hooks import hook
 
 if TYPE_CHECKING:
     from torch import nn
@@ -176,8 +176,8 @@ class ForwardTimer:
         model = self._model()
         if model is not None and not self._handles and _timers.get(model) is self:
             self._handles = [
-                model.register_forward_pre_hook(UnsavedHook(_forward_begins)),
-                model.register_forward_hook(UnsavedHook(_forward_ends), always_call=True),
+                hook(model, "forward_pre", _forward_begins),
+                hook(model, "forward", _forward_ends, always_call=True),
             ]
 
     def close(self) -> None:

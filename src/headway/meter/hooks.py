@@ -6,8 +6,8 @@ import inspect
 import itertools
 import sys
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from headway.errors import UsageError
@@ -92,7 +92,7 @@ class ModuleHooks:
             if not is_compiled(block) and block._compiled_call_impl is None:
                 begins = functools.partial(_block_begins, self._number(block), plain_path(path))
                 self._blocks.add(plain_path(path))
-                self._handles.append(block.register_forward_pre_hook(UnsavedHook(begins)))
+                self._handles.append(hook(block, "forward_pre", begins))
 
     def _number(self, module: "nn.Module") -> int:
         number = next(_numbers)
@@ -115,25 +115,39 @@ class ModuleHooks:
         if self.breaks_graphs:
             before, after = map(torch.compiler.disable, (before, after))
         self._handles += [
-            module.register_forward_pre_hook(UnsavedHook(before), prepend=self._first, with_kwargs=True),
-            module.register_forward_hook(UnsavedHook(after), always_call=True, with_kwargs=True),
+            hook(module, "forward_pre", before, prepend=self._first, with_kwargs=True),
+            hook(module, "forward", after, always_call=True, with_kwargs=True),
         ]
 
 
-class UnsavedHook:
-    """A hook of a module, in whose copies and files stands one that does nothing, of Python's own.
-
-    A module that is saved whole can then be opened where Headway is not installed.
-    """
-
-    def __init__(self, hook: Callable[..., None]) -> None:
-        self._hook = hook
-
-    def __call__(self, *args: Any) -> None:  # noqa: D102 - a hook
-        self._hook(*args)
+class _Hooks(OrderedDict[int, Any]):
+    """Hooks of a module, of which files and copies of the module have the others' alone."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (nullcontext(), "__exit__")
+        return OrderedDict, (), None, None, iter([item for item in self.items() if item[0] not in _unsaved])
+
+
+_unsaved: set[int] = set()  # identities of the hooks that files and copies leave out
+
+
+def hook(module: "nn.Module", kind: str, function: Callable[..., None], **options: bool) -> Any:
+    """Hook a module so that a file of it, saved whole, opens where Headway is not installed.
+
+    Args:
+        module: any.
+        kind: "forward" or "forward_pre".
+        function: the hook.
+        options: as torch takes them.
+
+    Returns:
+        The handle, by which to remove the hook.
+    """
+    for name in (f"_{kind}_hooks", f"_{kind}_hooks_with_kwargs", "_forward_hooks_always_called"):
+        if vars(module).get(name) == {}:  # hooks that are there already have handles, which know their dictionary
+            vars(module)[name] = _Hooks()
+    handle = getattr(module, f"register_{kind}_hook")(function, **options)
+    _unsaved.add(handle.id)
+    return handle
 
 
 # A hook finds its watch here by a number of its own, so that a model that is watched can be copied and pickled, and the

@@ -1,0 +1,241 @@
+"""Any script under `headway run`: it computes, prints and ends as without, and is billed what it computes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from headway.log.records import read_records
+from helpers.processes import PYTHONPATH, run_processes
+
+COMMAND = [sys.executable, "-P", "-m", "headway", "run"]
+LINE = "headway run: "
+
+
+ENVIRONMENT = {"HEADWAY_PEAK_FLOPS": "1e12", "COLUMNS": "200"}
+
+
+def start(command, folder):
+    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [*map(str, command)], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+ENDINGS = {
+    "returns": "import sys, os; print(sys.argv, __name__, __file__, sys.path[0], 'PYTHONSAFEPATH' in os.environ)",
+    "exits": "import sys, atexit; atexit.register(print, 'bye'); sys.exit(3)",
+    "exits with a word": "import sys; sys.exit('no data')",
+    "raises": "try:\n    1 / 0\nexcept ZeroDivisionError as error:\n    raise KeyError('k') from error",
+    "is no Python": "x = = 1",
+    "is interrupted": "import signal; print('a'); signal.raise_signal(signal.SIGINT)",
+    "is ended": "import signal; print('a', flush=True); signal.raise_signal(signal.SIGTERM)",
+    "starts a worker": (
+        "import multiprocessing\ndef square(x): return x * x\n"
+        "if __name__ == '__main__':\n"
+        "    with multiprocessing.get_context('spawn').Pool(1) as pool: print(pool.map(square, [3]))"
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("ending", "is_module"), [*dict.fromkeys(ENDINGS, False).items(), ("returns", True), ("raises", True)]
+)
+def test_a_script_prints_and_ends_as_python_lets_it(ending, is_module, tmp_path):
+    (tmp_path / "script.py").write_text(ENDINGS[ending])
+    program = [*(["-m", "script"] if is_module else ["script.py"]), "--lr", "1", "-o", "x", "--", "-o", "y"]
+    plain = start([sys.executable, *program], tmp_path)
+    metered = start([*COMMAND, *program], tmp_path)
+    assert (metered.returncode, metered.stdout) == (plain.returncode, plain.stdout)
+    said, _, line = metered.stderr.rpartition(LINE)
+    if ending == "is ended":
+        assert metered.stderr == plain.stderr
+        assert metered.returncode == -signal.SIGTERM
+    else:
+        assert said == plain.stderr
+        assert line == "nothing was metered, as no optimizer of torch took a third step.\n"
+
+
+def test_a_script_that_is_not_there_is_wrong_use(tmp_path):
+    done = start([*COMMAND, "script.py"], tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == "Error: there is no script script.py. Check the path; a module needs -m.\n"
+
+
+HEAD = """
+import os, sys, torch
+from torch import nn
+torch.manual_seed(0)
+
+class Net(nn.Module):
+    def __init__(self, width=24):
+        super().__init__()
+        self.rows, self.columns = nn.Linear(16, width), nn.Linear(width, 4)
+    def forward(self, x):
+        return self.columns(nn.functional.dropout(self.rows(x).relu(), 0.1, self.training))
+
+def data(rows=8, batch=4, **options):
+    return torch.utils.data.DataLoader(torch.randn(rows, 16), batch_size=batch, **options)
+
+def update(loss, *optimizers):
+    loss.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def cost(rows, width=24, *, forwards=0, grad_of_input=False):
+    """FLOPs of a Net by hand: two products forward, their weights' gradients, that of the hidden states."""
+    first, second = 2 * rows * 16 * width, 2 * rows * width * 4
+    return 2 * (first + second) + second + grad_of_input * first + forwards * (first + second)
+
+
+SCRIPTS = {
+    "accumulates, evaluates and saves the model": (
+        """
+net = Net()
+optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+for epoch in range(4):
+    net.train()
+    for number, batch in enumerate(data(16)):
+        loss = net(batch).square().mean()
+        print(loss.item().hex())
+        loss.backward()
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    net.eval()
+    with torch.no_grad():
+        print(sum(net(batch).sum().item() for batch in data()).hex())
+torch.save(net, "net.pt")
+assert b"headway" not in open("net.pt", "rb").read()
+print(torch.load("net.pt", weights_only=False)(torch.ones(1, 16)).sum().item().hex())
+""",
+        [2 * cost(4)] * 6,
+    ),
+    "trains two models against each other, beside a frozen one": (
+        """
+one, other, teacher = Net(), Net(32), Net().requires_grad_(False)
+optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (one, other)]
+for step in range(6):
+    x = torch.randn(4, 16)
+    update((other(x) - teacher(x)).square().mean(), optimizers[1])
+    update(one(x).mean(), optimizers[0])
+    print(other(x).detach().sum().item().hex())
+""",
+        [cost(4, 32, forwards=1) + cost(4) + 2 * 4 * (16 * 24 + 24 * 4)] * 4,
+    ),
+    "goes on with another model": (
+        """
+for width in (24, 32):
+    net = Net(width)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(5):
+        loss = net(torch.randn(4, 16)).mean()
+        print(loss.item().hex())
+        update(loss, optimizer)
+""",
+        [cost(4)] * 3 + [cost(4, 32)] * 3,
+    ),
+    "skips updates": (
+        """
+net = Net()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=100)
+for step in range(6):
+    loss = net(torch.randn(4, 16)).mean() * (torch.inf if step == 3 else 1)
+    print(loss.item())
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+""",
+        [cost(4), 2 * cost(4), cost(4)],
+    ),
+}
+
+
+def both(script, folder, count=1):
+    """Run a script without Headway and with it, of which the records come too."""
+    path = folder / "script.py"
+    path.write_text(HEAD + script)
+    plain = run_processes([sys.executable, path, "a"], count, cwd=folder, env=ENVIRONMENT)
+    command = [sys.executable, "-m", "headway", "run", "-o", folder / "run", path, "a"]
+    metered = run_processes(command, count, cwd=folder, env=ENVIRONMENT)
+    assert [part.stdout for part in metered] == [part.stdout for part in plain]
+    assert plain[0].stdout
+    records = [r for r in read_records(folder / "run" / "metrics.jsonl") if r["kind"] == "step"]
+    return metered, records
+
+
+@pytest.mark.parametrize("what", SCRIPTS)
+def test_a_script_computes_the_same_bits_and_is_billed_what_it_computes(what, tmp_path):
+    script, flops = SCRIPTS[what]
+    (metered,), records = both(script, tmp_path)
+    assert metered.stderr.count(LINE) == 1, metered.stderr
+    assert f"headway report {tmp_path / 'run'}" in metered.stderr
+    assert [record["flops"]["total"] for record in records] == flops
+    if "evaluates" in what:
+        assert sum(record["evaluation_s"] for record in records) > 0
+        assert sum(record["data_wait_s"] for record in records) > 0
+        assert "% of the time waited for data" in metered.stderr
+
+
+def test_what_cannot_be_counted_is_one_warning_and_the_script_goes_on(tmp_path):
+    script = """
+net = Net()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(5):
+    loss = lambda weights: torch.func.functional_call(net, weights, torch.ones(4, 16)).mean()
+    grads = torch.func.grad(loss)(dict(net.named_parameters()))
+    for name, parameter in net.named_parameters():
+        parameter.grad = grads[name]
+    optimizer.step()
+    print(sum(p.sum().item() for p in net.parameters()).hex())
+"""
+    (metered,), records = both(script, tmp_path)
+    assert metered.stderr.count("Warning") == 1
+    assert "torch.func" in metered.stderr
+    assert {record["flops"]["total"] for record in records} == {0}
+
+
+@pytest.mark.dist
+def test_ranks_are_metered_together_and_the_first_one_tells(tmp_path):
+    script = """
+import torch.distributed as dist
+dist.init_process_group("gloo")
+net = nn.parallel.DistributedDataParallel(Net())
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+torch.manual_seed(dist.get_rank())
+for step in range(6):
+    loss = net(torch.randn(4 + dist.get_rank(), 16)).square().mean()
+    print(loss.item().hex())
+    update(loss, optimizer)
+dist.destroy_process_group()
+"""
+    (first, second), records = both(script, tmp_path, count=2)
+    assert (first.stderr.count(LINE), second.stderr.count(LINE)) == (1, 0)
+    assert [record["rank_flops"] for record in records] == [[cost(4), cost(5)]] * 4
+
+
+def test_a_program_sets_what_torch_reads_as_it_is_imported_and_may_be_profiled(tmp_path):
+    (tmp_path / "script.py").write_text(
+        "import os\nos.environ['OMP_NUM_THREADS'] = '1'\nimport sys\nassert 'numpy' not in sys.modules\n"
+        + HEAD
+        + "net = Net()\noptimizer = torch.optim.SGD(net.parameters(), lr=0.1)\n"
+        + "for batch in data(72, num_workers=1):\n    update(net(batch).mean(), optimizer)\n"
+        + "class Rows(torch.utils.data.Dataset):\n"
+        + "    def __len__(self): return 2\n    def __getitem__(self, i): raise OSError('torn')\n"
+        + "next(iter(torch.utils.data.DataLoader(Rows())))\n"
+    )
+    plain = start([sys.executable, "script.py"], tmp_path)
+    metered = start([*COMMAND, "-o", "run", "--profile", "script.py"], tmp_path)
+    assert metered.returncode == plain.returncode == 1
+    traceback = metered.stderr[metered.stderr.index("Traceback") : metered.stderr.rindex(LINE)]
+    assert traceback == plain.stderr
+    assert [path.name for path in (tmp_path / "run/profile").iterdir()] == ["steps-000012-000014-rank-0.json.gz"]
+    assert json.loads((tmp_path / "run/run.json").read_text())["model"]["class"] == "Net"
