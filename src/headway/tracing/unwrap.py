@@ -193,7 +193,7 @@ def _let_go(module: nn.Module, memo: dict[int, Any]) -> None:
     for name, value in vars(module).items():
         if hasattr(value, "_torchdynamo_orig_callable"):  # a method compiled by itself is bound to the original
             setattr(module, name, copy.deepcopy(value._torchdynamo_orig_callable, memo))
-        elif isinstance(value, types.FunctionType) and value.__closure__:  # such as a lambda over another module
+        elif isinstance(value, types.FunctionType) and value.__closure__:  # a lambda over another module
             setattr(module, name, _rebound(value, memo))
     if getattr(module, "gradient_checkpointing", False):
         module.gradient_checkpointing = False  # type: ignore[assignment]  # torch types attributes as modules
