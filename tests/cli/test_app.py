@@ -1,8 +1,10 @@
+import re
 import subprocess
 import sys
 
 import pytest
 import torch
+import typer
 
 import headway as package
 from headway.cli import app as cli
@@ -14,12 +16,20 @@ def test_version(headway):
     assert headway("--version") == (0, f"headway {package.__version__}\n", "")
 
 
-def test_help_lists_the_commands(headway):
+def test_help_lists_every_command_once_in_its_group(headway):
     result = headway("--help")
-    assert result.code == 0
-    assert "flops" in result.out
-    assert "models" in result.out
-    assert result.err == ""
+    assert (result.code, result.err) == (0, "")
+    group = typer.main.get_command(cli.app)
+    listed = re.findall(r"^  ([a-z-]+)  ", result.out.partition("Measure:")[2], re.MULTILINE)
+    assert sorted(listed) == sorted(group.list_commands(None))
+    titles = ["Measure", "Explain", "Plan", "Data", "Train", "Use", "Plug-ins"]
+    assert re.findall(r"^([A-Z][a-z-]+):$", result.out, re.MULTILINE) == ["Options", *titles]
+
+
+def test_every_command_has_an_example(headway):
+    group = typer.main.get_command(cli.app)
+    for name in group.list_commands(None):
+        assert f"Example: headway {name} " in " ".join(headway(name, "--help").out.split()), name
 
 
 def test_python_m_headway_is_headway():

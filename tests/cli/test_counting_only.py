@@ -26,10 +26,8 @@ WORKING = (
     "devices H100",
     "config",
 )
-# lines of the commands whose help has no example
+# lines of the commands whose example names what is not here
 OTHERS = {
-    "models": "models --json",
-    "verify": "verify gpt2",
     "train": f"train {TUNED}",
     "export": "export runs/train out",
     "demo": "demo",

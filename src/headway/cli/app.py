@@ -60,6 +60,15 @@ _COMMANDS = {
     "export": ("convert", "Make a model folder of a checkpoint."),
     "demo": ("demo", "Train a small model to read handwritten digits."),
 }
+# The list of commands by what one does with them; those of plug-ins stand behind.
+_GROUPS = {
+    "Measure": ("run", "flops", "compare", "mfu", "verify", "ceiling", "devices", "models"),
+    "Explain": ("explain", "report", "goodput", "audit", "check"),
+    "Plan": ("plan", "tune"),
+    "Data": ("look", "index", "pack"),
+    "Train": ("demo", "new-model", "init", "config", "train"),
+    "Use": ("chat", "generate", "evaluate", "export"),
+}
 
 
 class Commands(TyperGroup):
@@ -81,6 +90,17 @@ class Commands(TyperGroup):
         self._add_those_of_families()
         return super().list_commands(ctx)
 
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the commands in groups, without importing them: the table has their lines."""
+        names = self.list_commands(ctx)
+        grouped = {name for group in _GROUPS.values() for name in group}
+        groups = {**_GROUPS, "Plug-ins": tuple(name for name in names if name not in grouped)}
+        for title, group in groups.items():
+            rows = [(name, _line_of(self.commands[name], name)) for name in group if name in names]
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
+
     def _add_those_of_families(self) -> None:
         for commands in hooks_of_all("commands"):
             for name, function in commands.items():
@@ -94,6 +114,10 @@ class Commands(TyperGroup):
             kind = HeadwayCommand
         info = CommandInfo(name, cls=kind, callback=function, short_help=short_help)
         self.commands[name] = get_command_from_info(info, pretty_exceptions_short=True, rich_markup_mode=None)
+
+
+def _line_of(command: Any, name: str) -> str:
+    return _COMMANDS[name][1] if name in _COMMANDS else str(command.short_help)
 
 
 app = typer.Typer(

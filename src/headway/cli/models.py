@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 
 def models(as_json: JsonOption = False) -> None:
-    """List the shipped models: name, kind, and parameters in total and active for one token."""
+    """List the shipped models: name, kind, and parameters in total and active for one token.
+
+    Example: headway models --json
+    """
     from headway.count import load_cost_model, shipped_models
 
     shipped = [(name, load_cost_model(name)) for name in shipped_models()]

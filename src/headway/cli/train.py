@@ -95,6 +95,8 @@ def train(
     SIGTERM, SIGUSR1 and SIGHUP finish the step, save a checkpoint and end with exit code 130, and 0 for the others.
 
     `headway config` prints every setting of CONFIG with its type, unit, default and meaning.
+
+    Example: headway train train.yaml --set optim.lr=1e-4
     """
     if resume and resume_if_any:
         raise UsageError("--resume and --resume-if-any contradict each other where there is no run; give one of them.")

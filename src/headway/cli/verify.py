@@ -28,6 +28,8 @@ def verify(
     """Run one small real step, with random weights, and compare each module's FLOPs with PyTorch's FlopCounterMode.
 
     Exit code 1 if any difference is not explained.
+
+    Example: headway verify gpt2
     """
     check_name(model)
     with needs_extra("running a model"), working(f"running a step of {model}"):
