@@ -32,6 +32,14 @@ def report(
     ] = None,
     markdown: Annotated[bool, typer.Option("--md", help="Print Markdown instead, for an issue.")] = False,
     open_it: Annotated[bool, typer.Option("--open", help="Show the page in the browser.")] = False,
+    fail_if: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="CHANGE",
+            help="Of two runs: exit with 1, and say why, if the second is worse by more than this and than its steps "
+            "vary, as 'mfu<-5%' or 'step>5%'; also tokens/s and memory. Repeatable.",
+        ),
+    ] = None,
     live: Annotated[
         bool, typer.Option("--serve", help="Show the run while it goes on, at an address of this machine.")
     ] = False,
@@ -47,11 +55,15 @@ def report(
 
     Example: headway report runs/digits/run -o report.html
     """
+    from headway.cli.gate import check, parse_condition
     from headway.cli.report_serve import serve
     from headway.pages.folder import names_of_runs
     from headway.pages.page import judged_page, page_of
     from headway.pages.run import evaluations_of
 
+    conditions = [parse_condition(text) for text in fail_if or ()]
+    if conditions and (live or len(runs) != MOST):
+        raise UsageError("--fail-if holds a second run against a first one. Give two runs, and leave out --serve.")
     if live:
         serve(runs, port, output=output, markdown=markdown, open_it=open_it)
         return
@@ -76,9 +88,11 @@ def report(
         page, contents = judged_page(runs[0], evaluations), f"{len(evaluations)} evaluations"
     if markdown:
         print(page.as_markdown())
-        return
-    print(page.as_terminal(), end="\n\n")
-    _write(output, page.as_html(), contents, open_it=open_it)
+    else:
+        print(page.as_terminal(), end="\n\n")
+        _write(output, page.as_html(), contents, open_it=open_it)
+    if conditions:
+        check(conditions, *read_runs)
 
 
 def _write(output: Path | None, page: str, contents: str, *, open_it: bool) -> None:
