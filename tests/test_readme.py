@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+import zipfile
 from importlib import metadata
 from pathlib import Path
 
@@ -62,7 +63,7 @@ def test_a_python_snippet_runs(snippet, capsys):
 
 def installed_by(line):
     """Names of the distributions that a line `pip install '.[EXTRAS]'` brings, by what the installed ones ask for."""
-    brought, missing = set(), [Requirement("headway" + line[line.index("[") : line.index("]") + 1])]
+    brought, missing = set(), [Requirement("headway" + "".join(re.findall(r"\[[\w,]+\]", line)))]
     while missing:
         requirement = missing.pop()
         for extra in requirement.extras or {""}:
@@ -110,10 +111,31 @@ def sh_block(command):
     return [line.partition("#")[0].strip() for line in block.splitlines()]
 
 
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """Folder with the content of the wheel that is built of this checkout, as an installation has it."""
+    builders = pytest.importorskip("hatchling.builders.wheel", reason="hatchling, which builds wheels, is not here")
+    folder = tmp_path_factory.mktemp("wheel")
+    (built,) = builders.WheelBuilder(str(ROOT)).build(directory=str(folder), versions=["standard"])
+    zipfile.ZipFile(built).extractall(folder / "installed")
+    return folder / "installed"
+
+
 @pytest.fixture
 def alone(tmp_path):
-    """Environment of a process that has what the README's install line brings, and nothing else."""
-    brought = installed_by(next(line for line in sh_block("pip install") if "[" in line))
+    """Environment of a process that has what the README's longer install line brings, and nothing else."""
+    return environment(tmp_path, next(line for line in sh_block("pip install") if "[" in line))
+
+
+@pytest.fixture
+def light(tmp_path, wheel):
+    """The same of the README's first install line, with the package as its wheel has it."""
+    return environment(tmp_path, next(line for line in sh_block("pip install") if "[" not in line), str(wheel))
+
+
+def environment(tmp_path, line, *packages):
+    """Environment of a process that finds some packages first, and what an install line brings, and nothing else."""
+    brought = installed_by(line)
     names = {module: {re.sub(r"[-_.]+", "-", name).lower() for name in of} for module, of in PROVIDERS.items()}
     left_out = {
         "modules": [module for module, of in names.items() if not of & brought],
@@ -123,12 +145,44 @@ def alone(tmp_path):
     start_up = tmp_path / "start_up"
     start_up.mkdir()
     (start_up / "sitecustomize.py").write_text(ALONE)
-    paths = [str(start_up), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(start_up), *packages, *filter(None, [os.environ.get("PYTHONPATH")])]
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     return os.environ | {"LEFT_OUT": json.dumps(left_out), "PYTHONPATH": os.pathsep.join(paths), "PATH": path}
 
 
 PROVIDERS = metadata.packages_distributions()
+
+
+def test_the_wheel_counts_and_plans_what_the_readme_shows_behind_its_first_install_line(light):
+    lines = [line.partition("#")[0].strip() for kind, body in BLOCKS if kind == "sh" for line in body.splitlines()]
+    plans = [line for line in lines if line.startswith(("headway plan", "headway tune"))]
+    assert plans, "the README plans nothing"
+    shown = {**dict(SESSIONS), **dict.fromkeys(line.removeprefix("headway ") for line in plans)}
+    for command, output in shown.items():
+        arguments = shlex.split(command.removeprefix("headway "))
+        done = subprocess.run(
+            [sys.executable, "-m", "headway", *arguments],
+            cwd=ROOT,
+            env=light,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, f"{command}: {done.stderr}"
+        assert output is None or re.fullmatch(pattern(output), done.stdout), done.stdout
+    code = "import headway, importlib.util as u; print(headway.__file__); print(u.find_spec('torch'))"
+    where = subprocess.run([sys.executable, "-c", code], env=light, capture_output=True, text=True, check=True).stdout
+    assert where.splitlines() == [str(Path(light["PYTHONPATH"].split(os.pathsep)[1]) / "headway/__init__.py"), "None"]
+
+
+def test_links_of_a_published_page_lead_to_the_repository():
+    build = pytest.importorskip("hatch_build", reason="hatchling, whose interface it uses, is not here")
+    text = build.with_absolute_links(README, "https://host/o/headway")
+    assert "](docs/" not in text
+    assert 'src="docs/' not in text
+    assert re.search(r"!\[[^]]*\]\(https://host/o/headway/raw/main/docs/|src=\"https://host/o/headway/raw/main/", text)
+    assert "](https://host/o/headway/blob/main/docs/" in text
+    assert build.with_absolute_links("[a](#b) [c](http://d) `x[1](y)`", "https://h").startswith("[a](#b) [c](http://d)")
 
 
 @pytest.mark.slow
