@@ -60,6 +60,7 @@ _TOLD_HERE = {
     "late_rank_phase": "The phase by which it is late most.",
     "optimizer": "How the optimizer updates: its name, number of tensors, and mode (fused, foreach, loop).",
     "places": "Code that the first rank's loop was in between phases: phase, code, purpose, and time of a step [s].",
+    "extra_passes": "Passes and updates beyond the step's need, by kind, each with its number and time [s].",
     "weights_dtype": "Type of most weights.",
     "anomaly_mode": "Whether autograd looks for numbers that are not finite.",
     "device_memory_bytes": "Memory that the device has, or that the process may take of the host's [bytes].",
