@@ -203,9 +203,9 @@ def test_what_an_install_line_leaves_out_is_missing(alone, tmp_path):
 
 
 def test_the_readme_has_what_these_tests_are_for():
-    assert len(SESSIONS) >= 3
+    assert len(SESSIONS) >= 2
     assert len(SNIPPETS) >= 1
-    assert len(README.splitlines()) < 150
+    assert len(README.splitlines()) <= 130
 
 
 def test_links_lead_to_files_and_headings():
