@@ -60,6 +60,27 @@ def test_links_may_stay_below_the_root_but_not_leave_it(root):
     assert named(root.parent / "linked", "in/a.png").read() == b"a"
 
 
+@pytest.mark.parametrize("link", [False, True])
+def test_the_file_system_is_asked_once_for_a_file_of_a_known_folder(root, link, monkeypatch):
+    """Rows are read again in every epoch, and on a network's file system each question is a way there and back."""
+    folder = root / "deep" / "er" / "still"
+    folder.mkdir(parents=True)
+    for name in "abc":
+        (folder / f"{name}.png").write_bytes(b"a")
+    if link:
+        (root.parent / "linked").symlink_to(root)
+        root = root.parent / "linked"
+    named(root, "deep/er/still/a.png")
+    asked = []
+    for name in ("stat", "lstat", "readlink"):
+        function = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda path, *a, _f=function, **k: asked.append(str(path)) or _f(path, *a, **k))
+    for name in "bc":
+        named(root, f"deep/er/still/{name}.png")
+    monkeypatch.undo()
+    assert [path[-5:] for path in asked] == ["b.png", "c.png"]
+
+
 def test_a_root_that_is_the_working_folder_is_told_from_a_full_stop(root, monkeypatch):
     monkeypatch.chdir(root)
     with pytest.raises(DataError, match=r"root, the folder '\.'\. Paths start from there"):

@@ -5,6 +5,7 @@ import binascii
 import os
 import posixpath
 import re
+import stat
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -206,7 +207,7 @@ class RowMedia:
 
     def _folder(self, name: str) -> Media:
         """The pictures of a folder as a video's frames; numbers in their names in the order of their values."""
-        folder = below(self._root, "video", name, os.path.isdir)
+        folder = below(self._root, "video", name, is_folder=True)
         names = [path.name for path in Path(folder).iterdir() if _is_frame(path.name)]
         if not names:
             raise DataError(
@@ -282,8 +283,16 @@ def _is_frame(name: Any) -> bool:
     return isinstance(name, str) and kind_of(name) == "image" and not name.lower().endswith(".gif")
 
 
-def below(root: str, kind: str, name: str, is_there: Callable[[str], bool] = os.path.isfile) -> str:
+def below(root: str, kind: str, name: str, *, is_folder: bool = False) -> str:
     """Join a path that a row names to the dataset's root.
+
+    Of a plain file in a folder that was looked at before, the file system is asked once.
+
+    Args:
+        root: of the dataset.
+        kind: of media.
+        name: as the row has it.
+        is_folder: whether a folder is meant, such as one of frames, and no file.
 
     Raises:
         DataError: it leaves the root, by its words or by a link; or nothing is there (looked for on this machine only).
@@ -309,34 +318,48 @@ def below(root: str, kind: str, name: str, is_there: Callable[[str], bool] = os.
     # Behind a URL nothing is looked for here: the store says so when the media is opened.
     if "://" in root:
         return f"{root.rstrip('/')}/{inside}"
-    path = Path(root) / inside
-    if not is_there(str(path)):  # by os.path: Path.is_file raises for names that are too long
+    path = str(Path(root) / inside)
+    try:
+        mode = os.lstat(path).st_mode
+    except (OSError, ValueError):  # a name that is too long, too
+        mode = 0
+    is_link = stat.S_ISLNK(mode)
+    if is_link:
+        is_there = (os.path.isdir if is_folder else os.path.isfile)(path)
+    else:
+        is_there = (stat.S_ISDIR if is_folder else stat.S_ISREG)(mode)
+    if not is_there:
         raise DataError(
             f"the {kind} {name!r} does not exist in the folder {root!r}. Put the file there, correct the path, or "
             "delete the row."
         )
-    # By a link: the file's real place must be below the root's real place.
-    if not Path(os.path.realpath(path)).is_relative_to(_real(str(Path(root).absolute()))):
+    # By a link: the real place must be below the root's real place. A folder's own place is looked up once.
+    place = os.path.realpath(path) if is_link else _real_folder(os.path.dirname(path))  # noqa: PTH120 - fast, for each row
+    if not f"{place}/".startswith(_real_folder(root).rstrip("/") + "/"):
         raise DataError(
             f"the {kind} path {name!r} leaves the dataset's folder {root!r} by a link, to {os.path.realpath(path)}. "
             f"Copy the file, or open the dataset with another {_OTHER_ROOT} that holds both."
         )
-    return str(path)
+    return path
 
 
 def _within(root: str, path: str) -> str | None:
     """Part of an absolute path on this machine below the root; None for a path elsewhere."""
     if "://" in root:
         return None
-    for start in (os.path.abspath(root), _real(root)):  # noqa: PTH100 - as it is written, and with links resolved
+    for start in (os.path.abspath(root), _real_folder(root)):  # noqa: PTH100 - as it is written, and with links resolved
         if path.startswith(start.rstrip("/") + "/"):
             return path[len(start.rstrip("/")) + 1 :]
     return None
 
 
-@lru_cache(maxsize=256)
-def _real(root: str) -> str:
-    return os.path.realpath(root)
+def _real_folder(folder: str) -> str:
+    return _real(os.path.join(os.getcwd(), folder))  # noqa: PTH109, PTH118 - fast, for each row
+
+
+@lru_cache(maxsize=4096)
+def _real(folder: str) -> str:
+    return os.path.realpath(folder)
 
 
 def inline_bytes(kind: str, words: str, *, is_base64: bool = False) -> bytes | None:
