@@ -100,6 +100,15 @@ def copies():
                 cuts = [axis for axis, placement in enumerate(part.placements) if isinstance(placement, Shard)]
                 if all(place[axis] == mine[axis] for axis in cuts):
                     assert torch.equal(theirs, part.to_local()), (rule, part.shape, part.placements)
+        # slices of equal values and gradients round independently: where chance decides, they are not all alike
+        flat_part = nn.Parameter(distribute_tensor(torch.ones(count * 64, 8).bfloat16(), flat, [Shard(0)]))
+        flat_part.grad = distribute_tensor(torch.ones(count * 64, 8).bfloat16(), flat, [Shard(0)])
+        Optimizer(
+            [{"params": [flat_part], "rule": rule, "lr_factor": 1.0, "weight_decay": 0.0}],
+            OptimConfig(steps=1, lr=1e-3, betas=(0.9, 0.95), eps=1e-8),
+        ).step()
+        slices = flat_part.detach().full_tensor().float().view(count, -1)
+        assert not torch.equal(slices[0], slices[1]), rule
 
 
 def build(held):

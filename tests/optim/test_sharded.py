@@ -17,8 +17,7 @@ def test_muon_on_matrices_cut_in_any_way_is_muon_on_whole_ones(count, tmp_path):
 
 
 @pytest.mark.dist
-@pytest.mark.slow
-def test_copies_of_weights_that_are_rounded_by_chance_stay_copies(tmp_path):
+def test_copies_of_weights_that_are_rounded_by_chance_stay_copies_and_slices_differ(tmp_path):
     run_processes([sys.executable, SCRIPT, "copies", tmp_path], 4)
 
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from headway.count.updating import AT_ONCE, NEWTON_SCHULZ
 from headway.errors import ConfigError
-from headway.optim.parts import Update, Values, cut_parameters, laid_as, open_moment
+from headway.optim.parts import Update, Values, cut_parameters, laid_as, open_moment, spread_of
 from headway.tracing.unwrap import local
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -113,7 +113,7 @@ def orthogonalised(
         ConfigError: a parameter is sharded in a way that leaves no whole matrices to put together.
     """
     under_way: deque[_Swap] = deque()
-    stacks: dict[torch.Size, _Alike] = {}
+    stacks: dict[Any, _Alike] = {}
     waiting: dict[tuple[_Layout, torch.Size], _Alike] = {}
 
     def finished(at_most: int) -> Iterator[_Alike]:
@@ -124,10 +124,11 @@ def orthogonalised(
     for parameter, update in updates:
         layout = _layout(parameter)
         if layout is None:  # this process has the whole matrix: gather others of its shape, up to the memory budget
-            stack = stacks.setdefault(parameter.shape, [])
+            kind = (parameter.shape, spread_of(parameter))  # what is drawn for a stack must be alike on copies of it
+            stack = stacks.setdefault(kind, [])
             stack.append((parameter, update))
             if sum(update.numel() for _, update in stack) >= AT_ONCE:
-                yield _all_here(stacks.pop(parameter.shape))
+                yield _all_here(stacks.pop(kind))
             continue
         # Sharded matrices are exchanged in batches of one shape, at least one matrix for each process to compute.
         alike = waiting.setdefault((layout, parameter.shape), [])

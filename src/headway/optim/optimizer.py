@@ -19,7 +19,7 @@ from headway.models.parallel.ranks import Ranks
 from headway.optim import adamw, muon
 from headway.optim.adamw import why_not
 from headway.optim.groups import parameter_groups
-from headway.optim.parts import Update, is_float32, moment_type, new_moment
+from headway.optim.parts import Update, is_float32, moment_type, new_moment, slice_number
 from headway.tracing.unwrap import local
 
 UPDATES = {"adamw": adamw.update, "muon": muon.update}
@@ -137,12 +137,14 @@ class Optimizer(torch.optim.Optimizer):
         return {parameter: self.state[parameter] for parameter in parameters}
 
     def _noise_of(self, first: torch.Tensor, *, stream: int) -> torch.Generator:
-        """Noise that depends on the update and its purpose alone, so that a resumed run rounds as it would have."""
+        """Noise that depends on update, slice and purpose alone, so that a resumed run rounds as it would have."""
         noise = self._noise.setdefault((first.device, stream), torch.Generator(first.device))
         return noise.manual_seed(self._seed_of(first) * 2 + stream)
 
     def _seed_of(self, parameter: torch.Tensor) -> int:
-        return self.updates * len(self._places) + self._places[parameter]
+        # slices round independently, and the step of 2^64 over the golden ratio moves a generator's low bits too
+        seed = self.updates * len(self._places) + self._places[parameter] + slice_number(parameter) * 0x9E3779B97F4A7C15
+        return seed % 2**62
 
 
 def make_optimizer(

@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from headway.config import OptimConfig
 from headway.count.updating import AT_ONCE
@@ -101,10 +101,25 @@ def uniform_lists(
     """
     lists: dict[Any, list[torch.Tensor]] = {}
     for parameter in parameters:
-        spread = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
-        kind = (parameter.dtype, parameter.device, block_of(parameter.shape), spread)
+        kind = (parameter.dtype, parameter.device, block_of(parameter.shape), spread_of(parameter))
         lists.setdefault(kind, []).append(parameter)
     return list(lists.values())
+
+
+def spread_of(parameter: torch.Tensor) -> Any:
+    """Way in which processes share a parameter: its mesh and placements; None for one that each has whole."""
+    return (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
+
+
+def slice_number(parameter: torch.Tensor) -> int:
+    """Number of this process's slice among all slices of a parameter; copies of a slice have one number."""
+    number = 0
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        for axis, placement in enumerate(parameter.placements):
+            if isinstance(placement, Shard):
+                number = number * mesh.size(axis) + mesh.get_local_rank(axis)
+    return number
 
 
 def cut_parameters(parameters: Iterable[torch.Tensor], block: int = 1) -> Iterator[list[Part]]:
