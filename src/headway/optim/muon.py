@@ -124,7 +124,7 @@ def orthogonalised(
     for parameter, update in updates:
         layout = _layout(parameter)
         if layout is None:  # this process has the whole matrix: gather others of its shape, up to the memory budget
-            kind = (parameter.shape, spread_of(parameter))  # what is drawn for a stack must be alike on copies of it
+            kind = (parameter.shape, spread_of(parameter))  # copies of a stack must draw alike
             stack = stacks.setdefault(kind, [])
             stack.append((parameter, update))
             if sum(update.numel() for _, update in stack) >= AT_ONCE:
