@@ -158,6 +158,8 @@ def listing(outcomes: dict[str, tuple[str, str]]) -> str:
     lines = [f"{len(outcomes)} types: {', '.join(_count(key, found[key].values()) for key in _HEADS)}.", ""]
     for key, head in _HEADS.items():
         by_detail = found[key]
+        if key == "untried":  # whatever another's code raised there says nothing of the model
+            by_detail = {"": sorted(kind for kinds in by_detail.values() for kind in kinds)}
         lines += [f"### {head}", ""]
         if plain := by_detail.pop("", []):
             lines += [_names(plain), ""]

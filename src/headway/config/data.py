@@ -17,52 +17,48 @@ class MediaConfig(Section):
 
     min_pixels: Pixels | None = Field(
         default=None,
-        description="Smallest image that the model reads; smaller ones are enlarged; null for the run's value, or the "
-        "model folder's [pixels]",
+        description="Smallest image. Smaller images are enlarged. Null means the run's value, or the model folder's "
+        "[pixels]",
     )
     max_pixels: Pixels | None = Field(
         default=None,
-        description="Largest image that the model reads; larger ones are shrunk; null likewise. Models that bound "
-        "edges, tiles or tokens refuse both [pixels]",
+        description="Largest image. Larger images are shrunk. Models that bound edges, tiles or tokens refuse both "
+        "settings [pixels]",
     )
     video_min_pixels: Pixels | None = Field(
         default=None,
-        description="The same of a video: of each frame, or of all together, as the model counts; null likewise "
-        "[pixels]",
+        description="Smallest video: pixels of each frame, or of all frames, as the model counts [pixels]",
     )
-    video_max_pixels: Pixels | None = Field(default=None, description="The same of a video; null likewise [pixels]")
-    fps: float | None = Field(
-        default=None, gt=0, le=1000, description="Video frames read per second; null likewise [1/s]"
+    video_max_pixels: Pixels | None = Field(
+        default=None, description="Largest video, in the pixels of video_min_pixels [pixels]"
     )
-    max_frames: int | None = Field(
-        default=None, ge=2, le=10**6, description="Most frames read of a video; null likewise [frames]"
-    )
+    fps: float | None = Field(default=None, gt=0, le=1000, description="Frames read per second of video [1/s]")
+    max_frames: int | None = Field(default=None, ge=2, le=10**6, description="Most frames read of a video [frames]")
 
 
 class RowsConfig(Section):
     """Where rows are, and how they become samples."""
 
-    path: str | None = Field(default=None, description="File, folder, glob or URL of samples in any format it knows")
+    path: str | None = Field(default=None, description="File, folder, glob or URL of samples")
     name: str | None = Field(
-        default=None, description="What metrics call it; null for the file's name, with folders where two have one name"
+        default=None,
+        description="Name in metrics. Null means the file's name, with its folder if two sources have one name",
     )
-    format: Formats = Field(default="auto", description="Format of its files; told by their extensions if not given")
-    schema_name: str = Field(
-        default="auto", alias="schema", description="How rows become samples; told by their keys if not given"
-    )
+    format: Formats = Field(default="auto", description="Format of the files. Auto means by extension")
+    schema_name: str = Field(default="auto", alias="schema", description="Layout of rows. Auto means by their columns")
     columns: dict[str, str] = Field(
-        default={}, description="The dataset's own names of columns, by those that schemas read: {question: Frage}"
+        default={}, description="Names of columns in the dataset, by the names that layouts read: {question: Frage}"
     )
     root: str | None = Field(
         default=None,
-        description="Folder or URL that media paths start from and may not leave; null for each file's own folder",
+        description="Folder or URL that media paths start from and may not leave. Null means each file's own folder",
     )
-    allow_remote: bool = Field(default=False, description="Whether rows may name media by URL")
+    allow_remote: bool = Field(default=False, description="Let rows name media by URL")
     sample_by: Literal["paragraph", "line", "document"] | None = Field(
-        default=None, description="What of a text file is a document; null for paragraph. Text files only"
+        default=None, description="Unit of a text file that is a document. Null means paragraph. Text files only"
     )
     token_dtype: Literal["uint16", "uint32", "int32", "int64"] | None = Field(
-        default=None, description="Type of the ids in files of bare token ids (.bin), which must name it"
+        default=None, description="Type of the ids in files of bare token ids (.bin). Required for these"
     )
     end_token: int | None = Field(
         default=None, ge=0, le=2**63 - 1, description="Id that ends a document in files of token ids [token id]"
@@ -80,11 +76,11 @@ class SourceConfig(DatasetConfig):
         default=None,
         ge=1e-6,
         le=1e6,
-        description="Passes over it; null to play on until the run's end, or as often as optim.epochs says [passes]",
+        description="Passes over the source. Null means until the run ends, or as often as optim.epochs says [passes]",
     )
-    limit: Positive | None = Field(default=None, description="Only so many of its samples [samples]")
+    limit: Positive | None = Field(default=None, description="Most samples of the source [samples]")
     overlong: Overlong | None = Field(
-        default=None, description="What becomes of its samples that are longer than a pack; null for data.overlong"
+        default=None, description="Treatment of samples that are longer than a pack. Null means data.overlong"
     )
 
 
@@ -103,8 +99,8 @@ class MixPart(SourceConfig):
 
     weight: Share | None = Field(
         default=None,
-        description="Share of the samples, relative to the others' weights; without weights each plays in proportion "
-        "to its size",
+        description="Share of the samples, relative to other weights. Without weights each source has a share by its "
+        "size",
     )
 
     @model_validator(mode="after")
@@ -153,8 +149,8 @@ class TrainSource(StageConfig):
 
     weight: Share | None = Field(
         default=None,
-        description="Share of the samples, relative to the others' weights; without weights each plays in proportion "
-        "to its size",
+        description="Share of the samples, relative to other weights. Without weights each source has a share by its "
+        "size",
     )
 
 
@@ -167,16 +163,16 @@ class BadSamplesConfig(Section):
     """Handling of samples that cannot be used."""
 
     policy: Literal["error", "skip"] = Field(
-        default="error", description="'error' ends the run; 'skip' goes on without them and lists them"
+        default="error", description="'error' ends the run. 'skip' leaves bad samples out and lists them"
     )
     limit: int | None = Field(
         default=1000,
         ge=0,
         le=10**12,
-        description="Most that are skipped before the run ends; null for any number [samples]",
+        description="Most bad samples before the run ends. Null means any number [samples]",
     )
     fraction: float | None = Field(
-        default=0.05, ge=0.0, le=1.0, description="Largest share of those read that is skipped; null for any"
+        default=0.05, ge=0.0, le=1.0, description="Largest share of bad samples before the run ends. Null means any"
     )
 
     @model_validator(mode="after")
@@ -190,12 +186,12 @@ class StreamConfig(Section):
     """Reading and packing of data that are not indexed, as they come."""
 
     lanes: Positive = Field(
-        default=16, le=2**20, description="Parts that are read side by side; a multiple of the number of ranks [lanes]"
+        default=16, le=2**20, description="Parts that are read side by side, a multiple of the number of ranks [lanes]"
     )
     shuffle: Positive = Field(
         default=128,
         le=2**24,
-        description="Samples that wait in each lane to be drawn at random; 1 keeps the order [samples]",
+        description="Samples of each lane that wait to be drawn at random. 1 keeps the order [samples]",
     )
     open_packs: Positive = Field(default=8, le=2**16, description="Packs that are open at a time in each lane [packs]")
 
@@ -206,15 +202,18 @@ class SourcesConfig(Section):
     train: Annotated[
         tuple[TrainSource, ...],
         BeforeValidator(_listed, json_schema_input_type=str | TrainSource | list[str | TrainSource]),
-    ] = Field(default=(), description="What to train on: a path, a source with settings, or a list that plays together")
+    ] = Field(
+        default=(),
+        description="Training data: a path, a source with settings, or a list of sources that are mixed",
+    )
     stages: Annotated[
         tuple[StageConfig, ...], BeforeValidator(_listed, json_schema_input_type=list[str | StageConfig])
-    ] = Field(default=(), description="Instead of data.train: sources or mixes that play one after the other")
+    ] = Field(default=(), description="Sources or mixes that follow one another, instead of data.train")
     eval: Annotated[
         DatasetConfig | None,
         BeforeValidator(_dataset, json_schema_input_type=str | DatasetConfig | None),
         FREE_ON_RESUME,
-    ] = Field(default=None, description="Held-out samples, for eval.every and eval.at_end: a path, or a dataset")
+    ] = Field(default=None, description="Held-out samples for eval.every and eval.at_end: a path, or a source")
 
 
 class DataConfig(MediaConfig, SourcesConfig):
@@ -224,52 +223,54 @@ class DataConfig(MediaConfig, SourcesConfig):
     patches_per_pack: Slots | None = Field(default=None, description="Vision patch budget of a pack [patches]")
     samples_per_pack: Slots | None = Field(default=None, description="Most samples in a pack [samples]")
     strategy: Literal["balanced", "best_fit", "first_fit", "next_fit", "none"] = Field(
-        default="balanced", description="How samples are dealt into packs"
+        default="balanced", description="Rule by which samples are dealt into packs"
     )
     window: Positive | None = Field(
         default=None,
         le=2**26,
-        description="Samples that are packed together; null for the plan's choice [samples]",
+        description="Samples that are planned together. Null means the plan's choice [samples]",
     )
     overlong: Overlong = Field(
         default="error",
-        description="What becomes of samples longer than a pack, where their source does not say; only text is cut",
+        description="Treatment of samples that are longer than a pack, if their source does not say. Only text is cut",
     )
     bad: BadSamplesConfig = BadSamplesConfig()
     bucket_tokens: Slots | None = Field(
-        default=None, description="Packs are padded to a multiple of this, for compilation; null for none [tokens]"
+        default=None, description="Packs are padded to a multiple of this number. Null means no padding [tokens]"
     )
     bucket_patches: Slots | None = Field(
-        default=None, description="Patch buffers are padded to a multiple of this; null for none [patches]"
+        default=None,
+        description="Patch buffers are padded to a multiple of this number. Null means no padding [patches]",
     )
     max_characters: Positive = Field(
         default=5_000_000,
-        description="Longest rendered text of a sample; a longer one is a bad row, since tokenising takes up to 400 "
-        "bytes a character [characters]",
+        description="Longest rendered text of a sample. A longer one is a bad row, because tokenising takes up to 400 "
+        "bytes per character [characters]",
     )
     max_image_pixels: int = Field(
         default=89_478_485,
         ge=1,
         le=178_956_970,
-        description="Largest image of a sample; a larger one cannot be used [pixels]",
+        description="Largest image of a sample. A sample with a larger one is bad [pixels]",
     )
     verify: Annotated[Literal["size-and-time", "hash", "size"], FREE_ON_RESUME] = Field(
         default="size-and-time",
-        description="What a resume compares of the data's files, and ranks of their weights: sizes and times, and "
-        "hashes up to 1 GiB; hashes of any size; names and sizes alone, for copies.",
+        description="Comparison of data files at a resume, and of weights between ranks: sizes, times and hashes up to "
+        "1 GiB; hashes of any size; or names and sizes alone, for copies.",
     )
     seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of the order in which samples are read")
     stream: StreamConfig | None = Field(
-        default=None, description="Read without an index, as for data without end or too far away; null to index"
+        default=None,
+        description="Read without an index, for data without end or too far away. Null means with an index",
     )
     workers: Annotated[int, FREE_ON_RESUME] = Field(
         default=4,
         ge=0,
         le=1024,
-        description="Processes that load and encode, per rank; 0 for a thread of the trainer's own",
+        description="Processes per rank that load and encode. 0 means a thread of the trainer",
     )
     prefetch_bytes: Annotated[int, FREE_ON_RESUME] = Field(
-        default=2**30, ge=0, le=2**50, description="Packs made ahead, by their estimated size, per rank [bytes]"
+        default=2**30, ge=0, le=2**50, description="Size of the packs that are made ahead, per rank [bytes]"
     )
 
     @property

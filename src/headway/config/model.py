@@ -20,15 +20,17 @@ class LoraConfig(Section):
 
     rank: Positive = Field(le=2**16, description="Inner dimension of the adapters")
     alpha: Share | None = Field(
-        default=None, description="Adapters' outputs are scaled by alpha / rank; null for rank, a scale of 1"
+        default=None, description="Scale of the adapters' outputs is alpha / rank. Null means alpha = rank"
     )
     dropout: Fraction = Field(
-        default=0.0, lt=1.0, description="Share of an adapter's inputs that are zeroed in training; drawn per rank"
+        default=0.0,
+        lt=1.0,
+        description="Share of an adapter's inputs that are zeroed in training. Each rank draws its own",
     )
     targets: tuple[str, ...] | None = Field(
         default=None,
-        description="Linear modules with adapters: last parts of names ('q_proj') or globs; null for all but the head. "
-        "Modules that model.freeze names take none",
+        description="Linear modules with adapters, by last parts of names ('q_proj') or globs. Null means all except "
+        "the head. Modules that model.freeze names get none",
     )
 
     @field_validator("targets")
@@ -41,52 +43,56 @@ class ModelConfig(Section):
     """The model, and the part of it that learns."""
 
     path: str = Field(
-        description="Folder, Hub id or config.json of a transformers causal or image-text model; of a run's folder its "
-        "newest export"
+        description="Folder, Hub id or config.json of a transformers causal or image-text model. A run folder stands "
+        "for its newest export"
     )
     random_init: bool = Field(default=False, description="Start from random weights drawn with run.seed")
     freeze: tuple[str, ...] = Field(
         default=(),
-        description="What does not learn: components of the ledger ('vision', 'language.mlp') or globs over parameter "
-        "names ('model.language_model.layers.0.*'); each must match something",
+        description="Parts that do not learn: components of the cost model ('vision', 'language.mlp') or globs over "
+        "parameter names ('model.language_model.layers.0.*'). Each must match something",
     )
     flops: bool = Field(
         default=True,
-        description="Whether FLOPs are counted; false trains a model that cannot be traced, without FLOPs and MFU, and "
-        "with packs of equal tokens",
+        description="Count FLOPs. If false, a model that cannot be traced trains without FLOPs and MFU, and packs are "
+        "balanced by tokens",
     )
     chat_template: str | None = Field(
         default=None,
-        description="File of a Jinja chat template in place of the model's own, which exports hold; null for its own",
+        description="File of a Jinja chat template that replaces the model's own. Exports hold it. Null means the "
+        "model's own",
     )
     chat_template_kwargs: dict[str, bool | int | float | str] = Field(
         default={},
-        description="Variables that the chat template reads, such as {enable_thinking: false}; a row's own "
-        "chat_template_kwargs come before them, and exports hold them",
+        description="Variables of the chat template, such as {enable_thinking: false}. A row's own chat_template_kwargs"
+        " come first. Exports hold them",
     )
     new_tokens: tuple[str, ...] = Field(
         default=(),
-        description="Tokens added to the tokenizer and the model, such as [<point>]; their rows learn beside adapters "
+        description="Tokens added to the tokenizer and the model, such as [<point>]. Their rows learn beside adapters "
         "too",
     )
     new_special_tokens: tuple[str, ...] = Field(
         default=(),
-        description="Likewise, of tokens that are markup, such as [<|call|>], and are left out of answers in words",
+        description="Tokens added as markup, such as [<|call|>]. Answers in words leave them out",
     )
-    lora: LoraConfig | None = Field(default=None, description="Train adapters instead of the weights; null for none")
+    lora: LoraConfig | None = Field(
+        default=None,
+        description="Train adapters instead of the weights. Null means none",
+    )
     base: Base | None = Field(
         default=None,
-        description="Hold the frozen linear layers and experts beside the adapters in 4 bits (nf4, QLoRA) or 8 (int8); "
-        "null for the dtype of the products",
+        description="Precision of the frozen linear layers and experts beside adapters: 4 bits (nf4, QLoRA) or 8 "
+        "(int8). Null means the dtype of the products",
     )
     dropout: Literal[True, False, "auto"] = Field(
         default="auto",
-        description="Dropout in training, the model's own and that of adapters: on, off, or auto for off where the "
-        "objective compares forwards, and on elsewhere",
+        description="Dropout of the model and of adapters in training. Auto means off if the objective compares two "
+        "forwards, and on otherwise",
     )
     family: dict[str, bool | int | float | str] = Field(
         default={},
-        description="Settings of the model's own family, which a plug-in brings and its page lists, by their names",
+        description="Settings of a model family that a plug-in brings. Its page lists them",
     )
     _scores: bool = PrivateAttr(default=False)
 
@@ -139,25 +145,25 @@ class ParallelConfig(Section):
 
     replicate: Positive = Field(default=1, description="Copies of the sharded weights (HSDP) [processes]")
     shard: Positive | Literal["auto"] = Field(
-        default="auto", description="Processes that share one copy of the weights (FSDP2); auto for all that are left"
+        default="auto", description="Processes that share one copy of the weights (FSDP2). Auto means all that are left"
     )
     sequence: Positive = Field(default=1, description="Processes that share each pack (Ulysses) [processes]")
     expert: Positive = Field(default=1, description="Processes that the experts of a layer are spread over [processes]")
     reshard: bool = Field(
         default=True,
-        description="Free a block's gathered weights after its forward and gather them again for its backward; false "
-        "keeps them, for speed where they fit",
+        description="Free a block's gathered weights after its forward and gather them again for its backward. False "
+        "keeps them, which is faster if they fit",
     )
     reduce: Literal["pack", "step"] = Field(
         default="pack",
-        description="Sum gradients over the processes after every pack, or once per step, which sends less and holds "
-        "the whole model's gradients on every process",
+        description="Sum gradients over the processes after every pack, or once per step. Once per step sends less and "
+        "holds the whole model's gradients on every process",
     )
     reduce_dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", description="Precision in which gradients are summed over the processes"
     )
     offload: bool = Field(
-        default=False, description="Keep weights, gradients and optimizer state in the host's memory; CUDA only"
+        default=False, description="Keep weights, gradients and optimizer states in the host's memory. CUDA only"
     )
 
     def with_copies(self, world_size: int) -> "ParallelConfig":
@@ -180,40 +186,39 @@ class SpeedConfig(Section):
 
     compile: Literal[True, False, "auto"] = Field(
         default="auto",
-        description="Compile every block with torch.compile, once for packs of every size: true, false, or auto for "
-        "true on CUDA",
+        description="Compile every block with torch.compile, once for packs of every size. Auto means true on CUDA",
     )
     recompiles: Annotated[Literal["warn", "error"], FREE_ON_RESUME] = Field(
         default="warn",
-        description="What a compilation after a block's first two forwards is; each is counted and named",
+        description="Warn of a compilation after a block's first two forwards, or end the run. Each is counted and "
+        "named",
     )
     recompute: Annotated[str, FREE_ON_RESUME] = Field(
         default="none",
-        description="Blocks that are computed again in backward: none, full, every:N (every N-th of each tower), or "
-        "memory:SIZE (memory:40GiB), the least with which the blocks' activations fit SIZE. vision:full, "
-        "language:every:N and audio:full are blocks of one tower; commas join choices; ,-attention ,-projections ,-mlp "
-        "keep what these computed",
+        description="Blocks that are recomputed in backward: none, full, every:N (every N-th block of each tower), or "
+        "memory:SIZE (as little as lets activations fit SIZE). vision:full, language:every:N and audio:full"
+        " name one tower. Commas join choices. ,-attention ,-projections ,-mlp keep these outputs",
     )
     offload: Annotated[Literal["none", "inputs"], FREE_ON_RESUME] = Field(
         default="none",
-        description="What recomputed blocks keep in the host's memory until backward: none, or inputs (what enters "
-        "them), copied there and back while blocks compute",
+        description="Keep the inputs of recomputed blocks in the host's memory until backward. They are copied while "
+        "blocks compute",
     )
     kernels: Literal["auto", "torch", "liger"] = Field(
         default="auto",
-        description="Kernels of norms, gated MLPs, rotary embeddings and the loss: PyTorch's, or Liger's on CUDA; auto "
-        "is Liger's where installed on CUDA and blocks are not compiled, but for the loss",
+        description="Kernels of norms, gated MLPs, rotary embeddings and the loss: PyTorch's, or Liger's on CUDA. Auto "
+        "means Liger's, except for the loss, if Liger is installed and blocks are not compiled",
     )
     attention: Literal["auto", "torch", "fa3", "cudnn", "flash-attn"] = Field(
         default="auto",
-        description="Kernel of attention on CUDA: torch (PyTorch's FlashAttention-2), on Hopper with their packages "
-        "fa3 (FlashAttention-3) and cudnn (cuDNN's), auto (the first of fa3, cudnn and torch that runs), or "
-        "flash-attn, a package's own function",
+        description="Kernel of attention on CUDA: torch (PyTorch's FlashAttention-2), fa3 (FlashAttention-3) and cudnn "
+        "(cuDNN's) on Hopper with their packages, or flash-attn (that package's function). Auto means the "
+        "first of fa3, cudnn and torch that runs",
     )
     loss_chunk: Positive | None = Field(
         default=2048,
-        description="Slots whose logits are in memory at a time, Liger's own choice with its kernels; null for the "
-        "logits of a whole pack [slots]",
+        description="Slots whose logits are in memory at a time. Liger's loss chooses its own. Null means the whole "
+        "pack [slots]",
     )
 
     @field_validator("recompute")

@@ -55,7 +55,8 @@ class ObjectiveConfig(Section):
     """Class of a user's own that says what a run learns by."""
 
     path: str = Field(
-        description="A subclass of headway.train.objective.Objective, as FILE.py:NAME or module:NAME; its file is run"
+        description="Subclass of headway.train.objective.Objective, as FILE.py:NAME or module:NAME. Training runs this "
+        "file"
     )
     options: dict[str, Any] = Field(default={}, description="Arguments of the class by name")
 

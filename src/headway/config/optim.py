@@ -52,12 +52,10 @@ class MuonConfig(Section):
     momentum: Fraction = Field(default=0.95, description="Decay rate of Muon's momentum, below 1")
     scale: Literal["match_rms_adamw", "original"] = Field(
         default="match_rms_adamw",
-        description="Step size of a matrix of A x B: 0.2 sqrt(max(A, B)) lr, as large as AdamW's; or "
-        "sqrt(max(1, A / B)) lr, Muon's first form",
+        description="Step size of a matrix of A x B: 0.2 sqrt(max(A, B)) lr, which is as large as AdamW's, or Muon's "
+        "first form, sqrt(max(1, A / B)) lr",
     )
-    lr: Share | None = Field(
-        default=None, description="Peak learning rate of Muon's matrices; null for optim.lr, as AdamW's"
-    )
+    lr: Share | None = Field(default=None, description="Peak learning rate of Muon's matrices. Null means optim.lr")
 
     @field_validator("momentum")
     @classmethod
@@ -70,10 +68,12 @@ class MuonConfig(Section):
 class EmaConfig(Section):
     """An exponential moving average of the weights that learn, in float32, which evaluations judge and exports have."""
 
-    decay: Fraction = Field(description="Weight of the old average at an update, below 1; 0.999 for ~1000 updates")
+    decay: Fraction = Field(
+        description="Weight of the old average at an update, below 1. 0.999 averages about 1000 updates",
+    )
     every: Positive = Field(default=1, description="Optimizer steps between updates of the average [steps]")
     warmup: bool = Field(
-        default=True, description="Begin with a short memory: update n decays by min(decay, (1 + n) / (10 + n))"
+        default=True, description="Begin with a short memory. Update n decays by min(decay, (1 + n) / (10 + n))"
     )
 
     @field_validator("decay")
@@ -88,52 +88,60 @@ class OptimConfig(Section):
     """The optimizer, its schedule and the size of an optimizer step."""
 
     name: Literal["adamw", "muon"] = Field(
-        default="adamw", description="adamw; or muon on the matrices of hidden layers and AdamW elsewhere"
+        default="adamw", description="Optimizer. muon updates the matrices of hidden layers, and AdamW the rest"
     )
     steps: Annotated[Positive | None, FREE_ON_RESUME] = Field(
-        default=None, description="Optimizer steps of the whole run; null with epochs [steps]"
+        default=None, description="Optimizer steps of the whole run. Null if epochs is set [steps]"
     )
     epochs: Annotated[Share | None, FREE_ON_RESUME] = Field(
         default=None,
         ge=1e-6,
         le=1e6,
-        description="Instead of steps: times through the data of data.train; a fraction ends within one [epochs]",
+        description="Passes through data.train, instead of steps. A fraction ends within a pass [epochs]",
     )
     lr: float = Field(gt=0.0, description="Peak learning rate")
     lr_of: dict[str, Annotated[float | str, AfterValidator(_rate)]] = Field(
         default={},
-        description="Peak learning rates of parts: a pattern as in model.freeze, to a learning rate or a factor of lr "
-        "('x0.1'); the last that matches a parameter holds",
+        description="Peak learning rates of parts, by patterns as in model.freeze: a rate, or a factor of lr ('x0.1'). "
+        "The last pattern that matches a parameter holds",
     )
     betas: tuple[Fraction, Fraction] = Field(
         default=(0.9, 0.95), description="AdamW's decay rates of its moments, below 1"
     )
     eps: float = Field(default=1e-8, gt=0.0, description="AdamW's epsilon")
-    weight_decay: float = Field(default=0.1, ge=0.0, description="Decay of matrices; norms and biases have none")
+    weight_decay: float = Field(
+        default=0.1,
+        ge=0.0,
+        description="Weight decay of matrices. Norms and biases have none",
+    )
     muon: MuonConfig = Field(default=MuonConfig(), description="Muon's own settings")
     state: Literal["auto", "float32", "bfloat16", "8bit"] = Field(
         default="auto",
-        description="How moments are held: auto, as the parameters; float32; bfloat16, rounded stochastically; 8bit "
-        "codes with a scale per block",
+        description="Precision of the optimizer's moments. Auto means that of the parameters. bfloat16 is rounded "
+        "stochastically. 8bit has a scale per block",
     )
     warmup_steps: int = Field(default=0, ge=0, description="Linear rise of the learning rate [steps]")
     schedule: Literal["cosine", "constant", "linear", "wsd", "wsd-linear", "wsd-cosine", "inverse_sqrt"] = Field(
         default="cosine",
-        description="The learning rate's course after warm-up; wsd is warm-up, stable, decay by 1-sqrt or as named",
+        description="Course of the learning rate after warm-up. wsd stays and then decays by 1-sqrt, or as named",
     )
     min_lr_ratio: Fraction = Field(
-        default=0.1, description="Last learning rate as a fraction of lr; of cosine, linear and wsd"
+        default=0.1, description="Last learning rate of cosine, linear and wsd, as a fraction of lr"
     )
     decay_share: Fraction = Field(
         default=0.2, gt=0.0, description="Fraction of all steps that wsd's decay takes, at the end"
     )
     on_nonfinite: Literal["error", "skip"] = Field(
         default="error",
-        description="What a loss or gradient that is not finite does: end the run, or leave the update out, counted; "
-        "after ten in a row one more ends the run",
+        description="End the run if a loss or gradient is not finite, or skip that update. After ten skipped updates in"
+        " a row, the next one ends the run",
     )
-    ema: EmaConfig | None = Field(default=None, description="Moving average of the weights; null for none")
-    clip: float | None = Field(default=1.0, gt=0.0, description="Largest global gradient norm; null for no clipping")
+    ema: EmaConfig | None = Field(default=None, description="Moving average of the weights. Null means none")
+    clip: float | None = Field(
+        default=1.0,
+        gt=0.0,
+        description="Largest global gradient norm. Null means no clipping",
+    )
     accumulation: Annotated[Positive, FREE_ON_RESUME] = Field(
         default=1, le=2**20, description="Packs per optimizer step and rank [packs]"
     )

@@ -65,7 +65,7 @@ class TrainConfig(Section):
     data: DataConfig
     optim: OptimConfig
     objective: ObjectiveConfig | None = Field(
-        default=None, description="Class of yours that says what is learnt, such as examples/distil.py; null for none"
+        default=None, description="Class of yours with a loss of its own, such as examples/distil.py. Null means none"
     )
     parallel: Annotated[ParallelConfig, FREE_ON_RESUME] = ParallelConfig()
     speed: SpeedConfig = SpeedConfig()

@@ -14,12 +14,12 @@ from headway.packing.lengths import MIXES
 class ProfileConfig(Section):
     """A window of steps under torch.profiler."""
 
-    start: Positive = Field(description="First step recorded; the steps before it warm up [steps]")
+    start: Positive = Field(description="First step recorded. The steps before it warm up [steps]")
     steps: Positive = Field(default=3, description="Steps recorded [steps]")
     ranks: tuple[Annotated[int, Field(ge=0)], ...] = Field(
         default=(0,), min_length=1, description="Processes that record, each a trace of its own"
     )
-    memory: bool = Field(default=False, description="Record what holds the GPU's memory too; CUDA only")
+    memory: bool = Field(default=False, description="Record the owners of GPU memory too. CUDA only")
 
     @property
     def last(self) -> int:
@@ -37,38 +37,38 @@ class RunConfig(Section):
         default=0, ge=0, lt=2**32, description="Seed of weights and of everything random besides the data order"
     )
     device: Annotated[str, FREE_ON_RESUME] = Field(
-        default="auto", description="'cpu', 'cuda', 'cuda:1', or 'auto' for CUDA where there is one"
+        default="auto", description="'cpu', 'cuda', 'cuda:1' or 'auto'. Auto means CUDA if there is a device"
     )
     dtype: Literal["auto", "float32", "bfloat16-autocast", "bfloat16-params", "float8"] = Field(
         default="auto",
-        description="float32; bfloat16-autocast (fp32 weights) or bfloat16-params, both on CUDA only; float8, which is "
-        "bfloat16-autocast with the blocks' linear layers in float8, on CUDA 8.9 or newer; auto is bfloat16-autocast "
-        "on CUDA and float32 on CPU",
+        description="Precision. bfloat16-autocast has float32 weights, and bfloat16-params has bfloat16 weights. float8"
+        " is bfloat16-autocast with the blocks' linear layers in float8 (capability 8.9). All but float32 "
+        "need CUDA. Auto means bfloat16-autocast on CUDA and float32 on a CPU",
     )
     threads: Annotated[Positive | None, FREE_ON_RESUME] = Field(
-        default=None, le=4096, description="CPU threads of PyTorch; null for its choice [threads]"
+        default=None, le=4096, description="CPU threads of PyTorch. Null means PyTorch's choice [threads]"
     )
     log_every: Annotated[Positive, FREE_ON_RESUME] = Field(
-        default=1, description="Steps between printed lines; metrics.jsonl has all [steps]"
+        default=1, description="Steps between printed lines. metrics.jsonl has every step [steps]"
     )
     trackers: Annotated[tuple[str, ...], FREE_ON_RESUME] = Field(
         default=(),
-        description="Where records go besides metrics.jsonl: 'tensorboard:FOLDER', 'wandb:PROJECT', 'mlflow:URI', ...; "
-        "docs/measure.md lists them",
+        description="Trackers that get the records besides metrics.jsonl: 'tensorboard:FOLDER', 'wandb:PROJECT', "
+        "'mlflow:URI' and others, which docs/measure.md lists",
     )
     profile: Annotated[ProfileConfig | None, FREE_ON_RESUME] = Field(
-        default=None, description="Steps to profile; null for those that run.auto_profile chooses"
+        default=None, description="Steps to profile. Null means those that run.auto_profile chooses"
     )
     auto_profile: bool = Field(
         default=True,
-        description="Profile two steps by itself once a run is warm, and when its speed changes for long, where that "
-        "takes at most 0.5 % of its time; false for never",
+        description="Profile two steps once a run is warm, and again if its speed changes for long. Profiling takes at "
+        "most 0.5 % of the run's time",
     )
     watchdog_s: Annotated[float | None, FREE_ON_RESUME] = Field(
         default=1800.0,
         gt=0.0,
         le=1e8,
-        description="A rank without progress for so long writes where it stands and ends; null for no watch [s]",
+        description="Longest time without progress. A rank then writes its stack and ends. Null means no watch [s]",
     )
 
     @field_validator("trackers")
@@ -86,38 +86,41 @@ class CheckpointConfig(Section):
     """Cadence at which the whole state is saved, and how much of it stays on disk."""
 
     every: Positive | None = Field(
-        default=None, description="Optimizer steps between checkpoints; the end of the run always has one [steps]"
+        default=None, description="Optimizer steps between checkpoints. The end of the run always has one [steps]"
     )
-    keep: Positive = Field(default=2, description="Newest checkpoints that stay; older ones are deleted [checkpoints]")
+    keep: Positive = Field(
+        default=2,
+        description="Newest checkpoints that stay. Older ones are deleted [checkpoints]",
+    )
     keep_best: Literal[True, False, "exact_match"] = Field(
         default=False,
-        description="Save a checkpoint after each evaluation that is the best so far, and keep that one besides, for "
-        "`headway chat RUN --best`, generate, evaluate and export. The best has the lowest loss (true), or the most "
-        "samples answered exactly, or the most compared answers in the right order (exact_match)",
+        description="Save and keep a checkpoint after each evaluation that is the best so far, for `headway chat RUN "
+        "--best`, generate, evaluate and export. The best has the lowest loss (true), or the most exact "
+        "answers or pairs in the right order (exact_match)",
     )
     asynchronous: bool = Field(
-        default=True, description="Write while training goes on, from a copy of the state in the host's memory"
+        default=True, description="Write from a copy of the state in the host's memory while training continues"
     )
     export: Literal["never", "end", "every"] = Field(
         default="end",
-        description="Which checkpoints become a folder that from_pretrained opens: none, the last, or every one",
+        description="Checkpoints that become a folder for from_pretrained: none, the last, or every one",
     )
 
 
 class EvalConfig(Section):
     """Exact match of greedy answers on held-out samples, and some answers in words."""
 
-    every: Positive | None = Field(default=None, description="Steps between evaluations; null for none [steps]")
+    every: Positive | None = Field(default=None, description="Steps between evaluations. Null means none [steps]")
     at_end: bool = Field(default=False, description="Evaluate once more after the last step")
     stop_after: Positive | None = Field(
         default=None,
-        description="End the run after so many evaluations in a row that did not better the best one, which is that of "
-        "checkpoint.keep_best, else the lowest loss; null for never [evaluations]",
+        description="Evaluations in a row without a better one, after which the run ends. The measure is that of "
+        "checkpoint.keep_best, or else the loss. Null means never [evaluations]",
     )
-    max_samples: Positive | None = Field(default=None, description="Only the first so many [samples]")
+    max_samples: Positive | None = Field(default=None, description="Most samples that are evaluated [samples]")
     generate: Positive | None = Field(
         default=None,
-        description="Chats whose answers are written out after each evaluation; null for none [samples]",
+        description="Chats whose answers are written out after each evaluation. Null means none [samples]",
     )
     max_new_tokens: Positive = Field(default=64, description="Longest answer written out [tokens]")
 
@@ -132,28 +135,29 @@ class PlanConfig(Section):
 
     devices: Positive | None = Field(
         default=None,
-        description="Devices of the run, a process each; a command's option of that name goes first [processes]",
+        description="Devices of the run, one process each. The option --devices comes first [processes]",
     )
     device: str | None = Field(
         default=None,
-        description="Whose memory the run must fit, as `headway devices` names it; a command's option of that name "
-        "goes first",
+        description="Device whose memory the run must fit, as `headway devices` names it. The option --device comes "
+        "first",
     )
     engine: str = Field(
         default="headway",
-        description="Code that runs the recipe: headway, or another tool's engine with its kernels and rates, such as "
+        description="Engine that runs the recipe: headway, or another tool's with its kernels and rates, such as "
         "megatron or automodel (docs/plan-accuracy.md lists them)",
     )
     power_w: float | None = Field(
         default=None,
         gt=0.0,
-        description="Limit of each device's power, where it is set below its own; null for none [W]",
+        description="Power limit of each device, if it is set lower than the device's own. Null means none [W]",
     )
     mix: str | None = Field(
         default=None, description=f"Typical lengths to plan packs over, one of {', '.join(MIXES)}; null with 'lengths'"
     )
     lengths: Path | None = Field(
-        default=None, description="Measured lengths instead: CSV or Parquet as `headway pack --lengths` reads"
+        default=None,
+        description="Table of measured lengths instead of plan.mix: CSV or Parquet as `headway pack --lengths` reads",
     )
 
     @field_validator("mix")

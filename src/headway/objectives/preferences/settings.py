@@ -82,17 +82,17 @@ class PreferenceConfig(ObjectiveSection):
 
     loss: str = Field(
         default="sigmoid",
-        description="Loss of a better and a worse answer: sigmoid (DPO), robust, hinge, ipo, sigmoid_norm (DPO per "
-        "token), orpo or simpo; of single answers with a label kto or apo_zero_unpaired; reward trains a reward model "
-        "instead; docs/preferences.md has their papers",
+        description="Loss of pairs: sigmoid (DPO), robust, hinge, ipo, sigmoid_norm (DPO per token), orpo or simpo. "
+        "Loss of single answers: kto or apo_zero_unpaired. reward trains a reward model. "
+        "docs/preferences.md has their formulas",
     )
     beta: Share | None = Field(
         default=None,
-        description="Strength of the pull to the reference, or of the margin; null for 0.1, of sigmoid_norm 5, of "
-        "simpo 2",
+        description="Strength of the pull to the reference, or of the margin. Null means 0.1, or 5 for sigmoid_norm "
+        "and 2 for simpo",
     )
     label_smoothing: Fraction = Field(
-        default=0.0, lt=0.5, description="Share of the pairs whose order is taken to be wrong"
+        default=0.0, lt=0.5, description="Share of the pairs whose order is assumed to be wrong"
     )
     gamma: float = Field(default=0.5, ge=0.0, description="Margin that simpo asks of the better answer")
     center: float = Field(
@@ -100,24 +100,25 @@ class PreferenceConfig(ObjectiveSection):
     )
     weights: tuple[Share, Share] = Field(
         default=(1.0, 1.0),
-        description="Factors on the losses of answers that are wished for, and of those that are not (kto)",
+        description="Factors on the losses of good and of bad answers (kto)",
     )
     sft: float | None = Field(
         default=None,
         ge=0.0,
-        description="Factor on the mean cross-entropy of the best answers, beside the loss; null for 0, of orpo 1",
+        description="Factor on the mean cross-entropy of the better answers, which is added to the loss. Null means 0, "
+        "or 1 for orpo",
     )
     reference: Literal["stored", "adapters-off", "none"] | None = Field(
         default=None,
-        description="What answers are compared with: stored, their log-probabilities under the initial weights, "
-        "computed once before the first step; adapters-off, the model without its adapters, at each step; none. Null "
-        "for stored where the loss has a reference",
+        description="Reference of the log-ratios. stored means log-probabilities under the initial weights, computed "
+        "once. adapters-off means the model without its adapters, at each step. Null means stored if the "
+        "loss has a reference",
     )
 
     shared_prompts: Literal[True, False, "auto"] = Field(
         default="auto",
-        description="Whether a prompt stands in a pack once for all of its answers, instead of once before each; auto "
-        "for where the model's attention allows it",
+        description="Compute a prompt once for all of its answers, instead of once before each. Auto means if the "
+        "model's attention allows it",
     )
 
     @field_validator("loss")
