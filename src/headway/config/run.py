@@ -135,12 +135,12 @@ class PlanConfig(Section):
 
     devices: Positive | None = Field(
         default=None,
-        description="Devices of the run, one process each. The option --devices comes first [processes]",
+        description="Devices of the run, one process each. An option of a command comes first [processes]",
     )
     device: str | None = Field(
         default=None,
-        description="Device whose memory the run must fit, as `headway devices` names it. The option --device comes "
-        "first",
+        description="Device whose memory the run must fit, as `headway devices` names it. An option of a "
+        "command comes first",
     )
     engine: str = Field(
         default="headway",
