@@ -114,7 +114,6 @@ RUN_KEYS = Keys(
     {
         "freeze": "model.freeze",
         "lr_of": "optim.lr_of",
-        "rank": "model.lora.rank",
         "targets": "model.lora.targets: target",
         "recompute": "speed.recompute",
         "max_image_pixels": "data.max_image_pixels",

@@ -1,7 +1,11 @@
 import pytest
+from typer import Context
+from typer.main import get_command
 
-from headway.cli.parse import Lora, parse_grids, parse_latents, parse_lora, parse_segments, parse_splits
+from headway.cli.app import app
+from headway.cli.parse import Lora, _words_of, parse_grids, parse_latents, parse_lora, parse_segments, parse_splits
 from headway.errors import UsageError, WorkloadError
+from headway.words import Argument, speaking
 
 
 @pytest.mark.parametrize(
@@ -95,3 +99,14 @@ def test_a_wrong_lora_is_quoted_with_an_example(text):
         parse_lora(text)
     assert f"--lora {text!r}" in str(caught.value)
     assert "--lora 16:q_proj,v_proj" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [("explain", "--rank"), ("flops", "--lora")]
+    + [(name, "`headway explain --rank`") for name in ("train", "report", "audit", "goodput")],
+)
+def test_a_rank_is_named_as_explain_shows_one_and_never_as_a_setting_of_adapters(command, option):
+    group = get_command(app)
+    with speaking(*_words_of(group.get_command(Context(group), command))):
+        assert str(Argument("rank")) == option

@@ -353,9 +353,9 @@ def _words_of(command: TyperCommand) -> tuple[Words, ...]:
     names = {name: own[option] for name, option in stands_for.items() if option in own}
     if "lora" in own:
         names["targets"] = f"{own['lora']} target"
-    if "runs" in own:  # a report has no options of steps and ranks, which explain shows
-        names |= {name: f"`headway explain --{name}`" for name in ("step", "rank")}
-    return Options(names | own, assigns), RUN_KEYS
+    # A command that has no such options names those that show a step or a rank.
+    shown = {name: f"`headway explain --{name}`" for name in ("step", "rank")}
+    return Options(shown | names | own, assigns), RUN_KEYS
 
 
 def _numeric(function: Callable[..., Any]) -> dict[str, _Kind]:
