@@ -157,9 +157,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
             if limit is not None:
                 lines.append(DrawnLine("limit", [run["tokens_per_pack"] for run in whole], [limit] * len(whole)))
             mark = own_length(recipe)
-            charts[what] = lines_chart(
-                what, lines, form="plain", x_name="tokens of a pack", marks=[ChartMark(mark, "restart")]
-            )
+            charts[what] = lines_chart(what, lines, form="plain", x_name="tokens of a pack", marks=[ChartMark(mark)])
     path.write_text(svg_file(charts), encoding="utf-8")
 
 

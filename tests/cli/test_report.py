@@ -96,7 +96,7 @@ def test_a_profile_in_the_folder_tells_where_the_time_of_its_steps_went(headway,
     (run / "profile").mkdir()
     two_kernels_a_step(5).write(run / PROFILE, headway=sidecar(rank=0, world_size=1))
     text = headway("report", run, "--md").out
-    assert "The mean of the profile of steps 10 to 11, 1 rank" in text
+    assert "The mean of profiled steps 2 to 4." in text
     assert "### Where the time of all steps goes" in text
     assert "### Where the time of all steps goes" not in without
     seen = read_run(run)

@@ -118,7 +118,7 @@ def page_of(*runs: ReportedRun) -> RunPage:
     """Make the page of a run, or of two runs that are compared, the second against the first."""
     if len(runs) == 1:
         (run,) = runs
-        mean, about = (run.mean, "") if run.profile is None else (run.profile.mean, f"the mean {run.profile.about}")
+        mean, about = (run.mean, "") if run.profile is None else (run.profile.mean, f"the mean of {run.profile.about}")
         numbers, points, differ = machine(run), list[str](), dict[str, list[ReportSection]]()
         title, findings, notes, means = run.name, _in_print_order(run.findings), run.notes, [mean]
     else:
@@ -244,7 +244,7 @@ def measures_of(run: ReportedRun) -> dict[str, Measure]:
         measures["Tokens/s"] = Measure(rate, format_rounded(rate), remark)
     if times := values_of("step_s"):
         middle, high = (float(value) for value in np.percentile(times, [50, 95]))
-        measures["Step"] = Measure(middle, format_duration(middle), f"95th percentile {format_duration(high)}")
+        measures["Step"] = Measure(middle, format_duration(middle), f"95 % below {format_duration(high)}")
     measures |= _losses(run)
     measures |= _scores(run.evaluations[-1] if run.evaluations else {})
     if run.goodput is not None and run.goodput.wall_s:

@@ -30,7 +30,7 @@ _LONGEST_FILE = 20_000  # length of config.yaml and run.json on the page [charac
 class StepProfile:
     """Sections of a profile on its steps."""
 
-    about: str  # steps and number of ranks, in words
+    about: str  # steps and ranks, in words
     mean: MeanWaterfall  # mean of the steps
     findings: tuple[Finding, ...]  # findings of its rules, the first to mend first
 
@@ -103,22 +103,24 @@ def read_profile(folder: Path) -> tuple[StepProfile | None, tuple[str, ...]]:
     Returns:
         The profile, None where there is none or it cannot be read; and what a reader must know of it.
     """
-    paths, about = newest_window(folder)
+    paths, _ = newest_window(folder)
     if not paths:
         return None, ()
     stamps = tuple((path, path.stat().st_size, path.stat().st_mtime_ns) for path in paths)
-    profile = _read_traces(stamps, about)
+    profile = _read_traces(stamps)
     if isinstance(profile, str):
         return None, (f"the profile cannot be read, and records alone tell where the time went: {profile}",)
     return profile, ()
 
 
 @lru_cache(maxsize=2)  # a page that is shown again and again, as by --serve, reads a profile once
-def _read_traces(stamps: tuple[tuple[Path, int, int], ...], about: str) -> StepProfile | str:
+def _read_traces(stamps: tuple[tuple[Path, int, int], ...]) -> StepProfile | str:
     try:
         explanation = explain([trace for path, *_ in stamps for trace in read_traces(path)])
     except (HeadwayError, OSError) as error:
         return str(error)
+    numbers, num_ranks = [step.step for step in explanation.steps], len({step.rank for step in explanation.steps})
+    about = f"profiled steps {min(numbers):,} to {max(numbers):,}" + (f" of {num_ranks} ranks" if num_ranks > 1 else "")
     return StepProfile(about, mean_of(explanation.steps), explanation.findings)
 
 
