@@ -210,3 +210,5 @@ def test_a_finding_that_changes_nothing_in_print_is_never_the_first_to_show(tmp_
     page = page_of(replace(run, findings=(small,)))
     assert page.change.points == ["No finding would change what is printed above."]
     assert "1 more finding<" in page.as_html()
+    assert "* S (up to 2.7 % of the time). Why: c Next: n" in page.as_markdown()
+    assert page_of(replace(run, findings=())).change.points == ["No rule finds anything to change."]

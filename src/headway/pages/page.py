@@ -40,6 +40,7 @@ SCHEMA_VERSION = 2
 HEADINGS = ("Learning", "Speed and memory", "Data", "The run")
 _HEADLINE = 0.05  # share of the time from which a finding is the first to show, whatever it does to MFU
 _NOTHING_FIRST = "No finding would change what is printed above."
+_NOTHING_AT_ALL = "No rule finds anything to change."
 
 
 class Measure(NamedTuple):
@@ -74,16 +75,19 @@ class RunPage:
         """Sentences on what to change first, or on what differs."""
         if self.points:
             return ReportSection("What differs", points=self.points)
-        first = next(iter(self.findings), None)
-        if first is None or not is_headline(first):
-            return ReportSection("What to change first", points=[_NOTHING_FIRST] if first else [])
-        headline = f"{_sentence(first.seen).removesuffix('.')} ({first.extent})."
-        return ReportSection("What to change first", points=[headline, f"Why: {first.cause}", f"Next: {first.next}"])
+        if len(self.more) < len(self.findings):
+            return ReportSection("What to change first", points=_sentences(self.findings[0]))
+        return ReportSection("What to change first", points=[_NOTHING_FIRST if self.more else _NOTHING_AT_ALL])
+
+    @property
+    def more(self) -> Sequence[Finding]:
+        """Findings behind the one to show first; all where none would change what is printed."""
+        return self.findings[1:] if self.findings and is_headline(self.findings[0]) else self.findings
 
     @property
     def sections(self) -> list[ReportSection]:
         """Sections of the first screen as text."""
-        return [part for part in (self.tiles, self.time, self.change) if part and (part.rows or part.points)]
+        return [self.tiles, *([self.time, self.change] if self.time else [])]
 
     def cells(self, ns: Sequence[int]) -> list[str]:
         """A time of each run beside the step, as its table has it."""
@@ -100,9 +104,9 @@ class RunPage:
             [f"## {heading}", *(text for part in parts if (text := part.as_markdown(3)) and _is_text(part))]
             for heading, parts in self.folds.items()
         ]
-        return "\n\n".join(
-            [*first, *(part.as_markdown() for part in self.sections), *(text for fold in folds for text in fold)]
-        )
+        more = [ReportSection(points=[" ".join(_sentences(finding)) for finding in self.more]).as_markdown()]
+        first += [part.as_markdown() for part in self.sections] + (more if self.more else [])
+        return "\n\n".join([*first, *(text for fold in folds for text in fold)])
 
     def as_terminal(self) -> str:
         """Render its first screen for a terminal, a pipe or a log."""
@@ -182,8 +186,10 @@ def is_headline(finding: Finding) -> bool:
     return finding.share >= _HEADLINE or format_share(finding.mfu_from) != format_share(finding.mfu_to)
 
 
-def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:]
+def _sentences(finding: Finding) -> list[str]:
+    """Sentences of a finding: its observation with its size, its cause, and what to do next."""
+    observed = finding.seen[:1].upper() + finding.seen[1:].removesuffix(".")
+    return [f"{observed} ({finding.extent}).", f"Why: {finding.cause}", f"Next: {finding.next}"]
 
 
 def facts_of(run: ReportedRun) -> list[str]:

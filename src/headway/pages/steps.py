@@ -105,7 +105,7 @@ def time_section(means: Sequence[MeanWaterfall], about: str = "") -> ReportSecti
 def time_cells(ns: Sequence[int], total: Sequence[int], *, is_timed: bool) -> list[str]:
     """A time and its share of the step; of two runs both times and their difference."""
     if len(ns) > 1:
-        return [*(f"{time / 1e6:,.1f} ms" for time in ns), f"{(ns[1] - ns[0]) / 1e6:+,.1f} ms"]
+        return [*(f"{time / 1e6:,.1f} ms" for time in ns), f"{round((ns[1] - ns[0]) / 1e6, 1) + 0.0:+,.1f} ms"]
     return [*([f"{ns[0] / 1e6:,.1f} ms"] if is_timed else []), format_share(ns[0] / total[0])]
 
 
@@ -182,9 +182,10 @@ def series_numbers(runs: Sequence[Records], series: Series) -> ReportSection:
 
 def change(before: float, after: float, *, is_share: bool = False) -> str:
     """Difference of two numbers for people: of shares in points, else as a share of the first."""
-    if is_share:
-        return f"{100 * (after - before) + 0.0:+.1f} points"
-    return f"{100 * (after / before - 1):+.1f} %" if before else "-"
+    if not is_share and not before:
+        return "-"
+    percent = round(100 * (after - before if is_share else after / before - 1), 1) + 0.0  # never -0.0
+    return f"{percent:+.1f} {'points' if is_share else '%'}"
 
 
 def step_times(records: Records) -> list[ReportSection]:

@@ -33,7 +33,7 @@ _CHARACTER = 6.8  # width of a digit at most [pixels]
 _APART = 10  # between two labels [pixels]
 _MOST_TICKS = 5
 _FAR = 0.7  # share of a plot, from where on a name stands on the left of its place
-_FEW_POWERS = 3  # powers of ten, up to which an axis has room for ticks between them
+_FEW_POWERS = 2  # powers of ten, up to which an axis has room for ticks between them
 Scale = Callable[[float], float]
 """Where a value stands: on an axis of x as a fraction of the plot, on one of y as pixels from its top."""
 
