@@ -417,7 +417,7 @@ def luminance(colour):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_words_and_lines_stand_out_from_the_paper(scheme):
     """WCAG 2.2: 4.5 to 1 for text (1.4.3, AA), and so for lines; parts of a bar have their names and sizes below it."""
-    light, dark = svg_file({}).split("@media (prefers-color-scheme: dark)")
+    light, dark = svg_file({}).split("@media screen and (prefers-color-scheme: dark)")
     colours = dict(re.findall(r"--(\w+): (#[0-9a-f]{6});", light if scheme == "light" else dark))
     for name in ("ink", "soft", "warn", "a", "b"):
         for ground in ("paper", "card"):
