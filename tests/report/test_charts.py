@@ -88,9 +88,9 @@ def test_a_long_series_keeps_the_smallest_and_the_largest_of_each_bucket():
     assert len(chart) < 20_000
 
 
-def curve(chart, kind):
+def curve(chart, kind, place=0):
     """Places of a curve, in thousandths of the plot and tenths of a pixel from its top; None for a gap."""
-    path = re.search(rf'<path class="{kind}" d="(.*?)"', chart)[1]
+    path = re.findall(rf'<path class="{kind}" stroke[^>]* d="(.*?)"', chart)[place]
     places, at = [], np.zeros(2, int)
     for begin, x, y in re.findall(r"([Ml])(-?\d+) (-?\d+)", path):
         at = np.array([int(x), int(y)]) + (at if begin == "l" else 0)
@@ -100,21 +100,22 @@ def curve(chart, kind):
 
 def test_a_curve_stands_where_its_values_are():
     chart = line_chart("x", [0, 5, 10], [0.0, 0.5, 0.25], form="share")
-    assert curve(chart, "line a") == [(0, 1500), (500, 250), (1000, 875)]  # of an axis from 0 to 60 %
+    assert curve(chart, "line") == [(0, 1500), (500, 250), (1000, 875)]  # of an axis from 0 to 60 %
     assert ">60 %</text>" in chart
 
 
-def test_lines_share_an_axis_and_the_second_has_another_colour():
+def test_lines_share_an_axis_and_the_second_has_another_colour_and_both_their_names():
     chart = lines_chart("x", [DrawnLine("A", [0, 10], [0.0, 2.0]), DrawnLine("B", [5, 20], [2.0, 1.0])], form="count")
-    assert curve(chart, "line a") == [(0, 1500), (500, 0)]
-    assert curve(chart, "line b") == [(250, 0), (1000, 750)]
+    assert curve(chart, "line") == [(0, 1500), (500, 0)]
+    assert curve(chart, "line", 1) == [(250, 0), (1000, 750)]
+    assert re.findall(r'fill="var\((.*?)\)"/><text x="100%" y="-5" [^>]*>(\w)<', chart) == [("--b", "B"), ("--a", "A")]
 
 
 def test_a_noisy_line_is_smoothed_over_its_values_and_an_outlier_does_not_squash_it():
     values = np.random.default_rng(0).normal(10, 1, size=4000)
     values[1234] = 1000.0
     chart = line_chart("x", range(4000), values, form="duration", is_noisy=True)
-    raw, smooth = (np.array([y for _, y in curve(chart, kind)]) for kind in ("faint a", "line a"))
+    raw, smooth = (np.array([y for _, y in curve(chart, kind)]) for kind in ("faint", "line"))
     assert smooth.std() < raw.std() / 5
     assert raw.min() < 0  # outside of the plot, where it is cut
     assert "1000.00 s" not in chart.partition("<desc>")[0] + chart.partition("</desc>")[2]
@@ -144,7 +145,7 @@ def test_the_values_under_the_pointer_are_means_of_buckets_in_words():
 
 def test_a_fall_to_a_hundredth_has_equal_room_for_equal_ratios():
     drawn = line_chart("loss", [1, 2, 3], [10.0, 1.0, 0.1], form="plain", by_ratio=True)
-    (_, top), (_, middle), (_, bottom) = curve(drawn, "line a")
+    (_, top), (_, middle), (_, bottom) = curve(drawn, "line")
     assert middle - top == pytest.approx(bottom - middle, abs=20)  # the axis ends at the usual values
     for values in ([3.0, 2.0, 1.0], [10.0, 0.1, 0.0], [10.0, 0.1, -1.0]):  # few, and those that have no logarithm
         by_ratio, linear = (line_chart("loss", [1, 2, 3], values, form="plain", by_ratio=asked) for asked in (1, 0))
@@ -152,14 +153,14 @@ def test_a_fall_to_a_hundredth_has_equal_room_for_equal_ratios():
 
 
 def test_a_gap_parts_the_line():
-    assert curve(line_chart("x", [1, 2, 3, 4], [1.0, 2.0, None, 3.0], form="plain"), "line a").count(None) == 1
+    assert curve(line_chart("x", [1, 2, 3, 4], [1.0, 2.0, None, 3.0], form="plain"), "line").count(None) == 1
 
 
 def test_dots_stand_above_the_line_and_are_not_cut():
     dots = [DrawnLine("held out", [4, 10], [1.5, 1.0])]
     chart = line_chart("x", [0, 10], [1.0, 2.0], form="plain", dots=dots)
-    assert [place for place in curve(chart, "ring  ") if place] == [(400, 750), (1000, 1500)]
-    assert chart.index('class="line a"') < chart.index('class="curves dots"') < chart.index('class="ring')
+    assert [place for place in curve(chart, "ring") if place] == [(400, 750), (1000, 1500)]
+    assert chart.index('class="line"') < chart.index('class="curves dots"') < chart.index('class="ring')
     assert "held out: 2 values over step 4 to 10, from 1 to 1.5." in chart
 
 

@@ -238,7 +238,7 @@ def _losses(by: str, a: ReportedRun, b: ReportedRun) -> ReportSection:
     unit = f"{format_flops(scale).split()[1].removesuffix('FLOP')}{by.removesuffix('s')}s"
     lines = [DrawnLine(name, cost / scale, losses) for name, (cost, losses) in zip("AB", curves, strict=True)]
     chart = lines_chart(title, lines, form="plain", x_name=unit, by_ratio=True)
-    return ReportSection(title, [by, "A", "B", "B - A"], rows, says, chart, f"over {unit}; A solid, B dashed")
+    return ReportSection(title, [by, "A", "B", "B - A"], rows, says, chart, f"over {unit}")
 
 
 def _curve(run: ReportedRun, *keys: str) -> "tuple[np.ndarray, np.ndarray]":

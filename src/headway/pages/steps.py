@@ -146,8 +146,8 @@ def series_charts(
         lines = [DrawnLine(*line) for line in zip(names, steps, by_run, strict=False)]
         points = dots if key == "loss" else ()
         title, _, remark = name.partition(", ")
-        remark = "line: training, dots: held out" if points else remark
-        remark = "A solid, B dashed" + (", dots: held out" if points else "") if len(runs) > 1 else remark
+        if points:
+            remark = "line: training, dots: held out" if len(runs) == 1 else "dots: held out"
         chart = lines_chart(
             title, lines, form=form, marks=marks, dots=points, by_ratio=bool(_BY_RATIO.fullmatch(key)), is_noisy=True
         )

@@ -6,7 +6,7 @@ without a script; beside each line stand its values in words, which the page's o
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from itertools import groupby, pairwise
+from itertools import cycle, groupby, pairwise
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -132,8 +132,9 @@ _USUAL = (1, 99)  # percentiles of single values between which an axis shows the
 _MOST_MARKS = 100  # most marks that are drawn
 _MOST_NAMED = 8  # marks that are named in words
 _NEAR = 0.05  # part of an axis, within which it begins at zero
+_LETTER = 6.5  # width of a letter [pixels]
 _UP = 10  # units of a curve's height in a pixel
-_LETTERS = "ab"  # classes of the first line and the second
+_COLOURS = ("--a", "--b", "--p2", "--p4", "--p3", "--soft")  # lines' colours; from the seventh on they come again
 
 
 def _plain(value: float) -> str:
@@ -218,24 +219,34 @@ def lines_chart(
     inside = [mark for mark in marks if ends[0] <= mark.step <= ends[1]]
     # Faint values lie below all lines, and dots above them.
     faint, curves, above, texts = [], [], [], []
-    for letter, (name, xs, ys), mean in zip(_LETTERS * len(series), series, means, strict=False):
+    for colour, (name, xs, ys), mean in zip(cycle(_COLOURS), series, means, strict=False):
+        stroke = f'stroke="var({colour})"' + (' stroke-dasharray="6 4"' if curves else "")
         if mean is not ys:
-            faint.append(f'<path class="faint {letter}" d="{_path(reduced(xs, ys), x_of, y_of)}"/>')
+            faint.append(f'<path class="faint" stroke="var({colour})" d="{_path(reduced(xs, ys), x_of, y_of)}"/>')
         picked = np.unique(np.linspace(0, len(xs) - 1, 2 * NUM_BUCKETS).round().astype(int))
-        drawn = reduced(xs, ys) if mean is ys else [*zip(xs[picked], mean[picked], strict=True)]
-        readings = _readings(xs, ys, x_of, FORMS[form])
-        curves.append(
-            f'<path class="line {letter}" d="{_path(drawn, x_of, y_of)}" data-name="{safe(name)}" {readings}/>'
-        )
+        path = _path(reduced(xs, ys) if mean is ys else [*zip(xs[picked], mean[picked], strict=True)], x_of, y_of)
+        data = f'data-name="{safe(name)}" {_readings(xs, ys, x_of, FORMS[form])}'
+        curves.append(f'<path class="line" {stroke} d="{path}" {data}/>')
         texts.append(_in_words(name, xs, ys, x_name, FORMS[form]))
-    for letter, (name, xs, ys) in zip(_LETTERS if len(series) > 1 else " ", points, strict=False):
+    for colour, (name, xs, ys) in zip(cycle(_COLOURS) if len(series) > 1 else ["--warn"], points, strict=False):
         path = "".join(_path([point], x_of, y_of) for point in zip(xs, ys, strict=True))
-        above.append(f'<path class="ring {letter}" d="{path}"/><path class="hole" d="{path}"/>')
+        above.append(f'<path class="ring" stroke="var({colour})" d="{path}"/><path class="hole" d="{path}"/>')
         texts.append(_in_words(name, xs, ys, x_name, FORMS[form]))
     texts += [f"Marked: {_marks_in_words(inside)}."] if inside else []
     parts = [left, below, *_drawn_marks(inside, x_of), stretched([*faint, *curves], PLOT, _UP)]
     parts += [stretched(above, PLOT, _UP, "curves dots")] if above else []
+    parts += _line_names([name for name, *_ in series]) if len(series) > 1 else []
     return chart(title, " ".join(texts), parts, PLOT, AXES, f' data-of="{safe(x_name)}"')
+
+
+def _line_names(names: Sequence[str]) -> list[str]:
+    """Names of lines behind their colours, above the plot on its right."""
+    drawn, room = [], 0.0
+    for name, colour in [*zip(names, cycle(_COLOURS), strict=False)][::-1]:
+        room += 26 + _LETTER * len(name)
+        swatch = f'<rect x="100%" y="-10" width="12" height="4" fill="var({colour})"/>'
+        drawn.append(f'<g transform="translate({-room:.0f} 0)">{swatch}{text_element("100%", -5, name, dx=16)}</g>')
+    return drawn
 
 
 def _numbers(line: DrawnLine) -> "tuple[str, np.ndarray, np.ndarray]":
