@@ -9,7 +9,8 @@ import torch
 
 from headway.explain.trace import read_trace
 from headway.explain.waterfall import explain
-from headway.meter.slow_code import SlowCode, slow_code_of, slow_code_table
+from headway.meter import slow_code
+from headway.meter.slow_code import SlowCode, slow_code_of, slow_code_of_loop, slow_code_of_plan, slow_code_table
 from helpers.traces import PUBLISHED, US, paced_steps
 
 ROWS = {row.name: row for row in slow_code_table()}
@@ -18,8 +19,8 @@ CONV, DELTA = ROWS["conv3d-without-cudnn"], ROWS["gated-delta-rule-in-python"]
 
 def test_each_row_has_a_sign_a_cause_a_remedy_and_a_source():
     for row in slow_code_table():
-        assert row.modules or row.setting
-        assert bool(row.frames) == bool(row.paths)
+        assert row.modules or row.setting or row.most_patches or row.num_workers is not None
+        assert bool(row.paths) == bool(row.missing or row.most_patches)
         assert all(text.endswith(".") for text in (row.cause, row.remedy))
         assert row.source
         assert row.remedy in row.text
@@ -129,9 +130,55 @@ def test_a_profile_shows_gated_deltas_in_python_by_its_stacks(tmp_path, has_stac
 def test_no_published_trace_is_told_to_run_slow_code_that_it_does_not_run(path):
     trace = read_trace(path)
     has_any = any(
-        re.search(row.kernels or row.frames or "$.", name) for row in slow_code_table() for name in trace.names
+        re.search(row.kernels or row.frames or row.paths or "$.", name)
+        for row in slow_code_table()
+        for name in trace.names
     )
     assert has_any or "known-slow-code" not in {finding.id for finding in explain([trace]).findings}
+
+
+@pytest.mark.parametrize(("late_us", "is_told"), [(8, True), (1, False)])
+def test_a_tower_that_launches_longer_than_it_computes_is_told(tmp_path, late_us, is_told):
+    def step(trace, at, number):
+        trace.annotation("module:visual.blocks.0", at, 90 * US)
+        for i in range(8):
+            start = at + (2 + 10 * i) * US
+            trace.launched("gemm", start, start + US, (10 - late_us) * US, number + i + 1, operator="aten::addmm")
+
+    found = explain([read_trace(paced_steps(step).write(tmp_path / "t.json"))]).findings
+    told = [finding for finding in found if finding.id == "known-slow-code"]
+    assert bool(told) == is_told
+    assert all("all pictures of a batch in one call" in finding.next for finding in told)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_samples_that_the_loops_own_process_makes_are_told_where_the_step_waits(tmp_path, num_workers):
+    """PyTorch names a loader's iterator in every profile."""
+    kind = "_SingleProcessDataLoaderIter" if num_workers == 0 else "_MultiProcessingDataLoaderIter"
+
+    def step(trace, at, number):
+        trace.annotation(f"enumerate(DataLoader)#{kind}.__next__", at, 50 * US)
+        trace.launched("gemm", at + 51 * US, at + 52 * US, 40 * US, number + 1, operator="aten::mm")
+
+    found = explain([read_trace(paced_steps(step).write(tmp_path / "t.json"))]).findings
+    (finding,) = [finding for finding in found if finding.id == "data-bound"]
+    assert ("num_workers=0" in finding.cause) == (num_workers == 0)
+    names = [row.name for row in slow_code_of_loop(0, num_workers, 0.2)]
+    assert names == ["data-in-the-loop"] * (num_workers == 0)
+    assert slow_code_of_loop(0, 0, 0.01) == slow_code_of_loop(4000, None, 0.2) == []
+    assert [row.name for row in slow_code_of_loop(300, None, 0.0)] == ["tower-of-few-patches"]
+
+
+def test_a_plan_names_the_fallbacks_and_the_small_towers_of_its_model(monkeypatch):
+    paths = {"model.layers.0.linear_attn.in_proj_qkv", "model.visual.blocks.0.mlp"}
+    monkeypatch.setattr("headway.meter.slow_code.find_spec", lambda _name: None)
+    slow_code._installed.cache_clear()
+    assert [row.name for row in slow_code_of_plan(paths, 256)] == ["gated-delta-rule-in-python", "tower-of-few-patches"]
+    assert [row.name for row in slow_code_of_plan({"model.layers.0.self_attn.q_proj"}, 256)] == []
+    monkeypatch.setattr("headway.meter.slow_code.find_spec", lambda name: name)
+    slow_code._installed.cache_clear()
+    assert slow_code_of_plan(paths, 4096) == []
+    slow_code._installed.cache_clear()
 
 
 def test_the_table_reads_as_rows():

@@ -355,7 +355,10 @@ class Meter(StepMeter):
 
     def _warn(self, window: Window | None) -> None:
         """Warn of impossible numbers, once; a loop that merges its steps has shown each of them."""
-        if window is None or self._has_warned or self.by_messages:
+        if window is None or self.by_messages:
+            return
+        self._warn_of_slow_loop(window)
+        if self._has_warned:
             return
         for warning in window.warnings:
             self._has_warned = True

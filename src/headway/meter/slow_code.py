@@ -3,12 +3,14 @@
 import re
 import sys
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+_WAITED = 0.05  # part of the time; a loader that keeps up is not waited for
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,8 @@ class SlowCode:
     missing: tuple[str, ...] = ()
     setting: str = ""
     value: str = ""
+    most_patches: int = 0
+    num_workers: int | None = None
 
     def is_in(
         self,
@@ -37,7 +41,7 @@ class SlowCode:
         versions: Mapping[str, str],
         installed: Collection[str],
     ) -> bool:
-        """Tell whether a model runs it on a machine.
+        """Tell whether a model runs it on a machine; False of what a loop decides.
 
         Args:
             classes: names of the classes of its modules.
@@ -50,7 +54,20 @@ class SlowCode:
         ranges = {"torch": self.torch, "cudnn": self.cudnn}
         has_versions = all(_is_within(versions.get(name), span) for name, span in ranges.items() if span is not None)
         is_missing = not self.missing or any(package not in installed for package in self.missing)
-        return has_module and has_setting and has_versions and is_missing
+        is_of_models = bool(self.modules or self.setting)
+        return is_of_models and has_module and has_setting and has_versions and is_missing
+
+    def is_at(self, paths: Iterable[str]) -> bool:
+        """Tell whether one of a model's paths leads to modules that may run it."""
+        return bool(self.paths) and any(re.search(self.paths, path) for path in paths)
+
+    def is_among(self, frames: Iterable[str]) -> bool:
+        """Tell whether one of a profile's frames or annotations is it."""
+        return bool(self.frames) and any(re.search(self.frames, frame) for frame in frames)
+
+    def has_few(self, patches: float) -> bool:
+        """Tell whether a pass of so many patches is it."""
+        return 0 < patches <= self.most_patches
 
     @property
     def text(self) -> str:
@@ -83,8 +100,42 @@ def slow_code_of(model: Any) -> list[SlowCode]:
     versions = {"torch": str(torch.__version__)}
     if number:  # 91002 is 9.10.2
         versions["cudnn"] = f"{number // 10000}.{number // 100 % 100}.{number % 100}"
-    installed = {package for row in slow_code_table() for package in row.missing if find_spec(package) is not None}
-    return [row for row in slow_code_table() if row.is_in(classes, settings, versions, installed)]
+    return [row for row in slow_code_table() if row.is_in(classes, settings, versions, _installed())]
+
+
+def slow_code_of_loop(patches: float, num_workers: int | None, data_wait_share: float) -> list[SlowCode]:
+    """Find the code known to be slow that a window of a loop shows.
+
+    Args:
+        patches: mean number in a pass; 0 without pictures.
+        num_workers: workers of the loader; None if it is not known.
+        data_wait_share: part of the time that the loop waited for data.
+    """
+    is_waited_for = data_wait_share >= _WAITED
+    return [
+        row
+        for row in slow_code_table()
+        if row.has_few(patches) or (is_waited_for and row.num_workers is not None and row.num_workers == num_workers)
+    ]
+
+
+def slow_code_of_plan(paths: Collection[str], patches: float) -> list[SlowCode]:
+    """Find the code known to be slow that a model would run with the packages that are installed here.
+
+    Args:
+        paths: of its modules.
+        patches: mean number in a pack; 0 without pictures.
+    """
+    return [
+        row
+        for row in slow_code_table()
+        if row.is_at(paths) and (row.has_few(patches) or any(package not in _installed() for package in row.missing))
+    ]
+
+
+@cache
+def _installed() -> frozenset[str]:
+    return frozenset(package for row in slow_code_table() for package in row.missing if find_spec(package) is not None)
 
 
 def _is_within(version: str | None, span: tuple[str, str]) -> bool:

@@ -99,6 +99,7 @@ class StepClock:
         self._phases: PhaseTimer | None = None
         self._forwards: ForwardTimer | None = None  # None where there is no module
         self.peak: Peak
+        self.num_workers: int | None = None  # of the loop's loader; None if it is not known
         self._phase_clock = PhaseClock(self._mark)
         self._collections = CollectionTimer(self._clock)
         self._compilation = Compilation(self._compiling, self._compiled)
@@ -131,6 +132,7 @@ class StepClock:
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Iterate over a loader, noting how long the loop waits for each batch."""
+        self.num_workers = getattr(loader, "num_workers", None)
         self.await_data()  # workers may have to be started
         iterator = iter(loader)
         while True:

@@ -12,6 +12,7 @@ from typing import Any, Self
 from headway.count import CostModel, Generation, Workload
 from headway.devices import Peak
 from headway.errors import HeadwayError, UsageError
+from headway.log.records import ratio
 from headway.meter import pauses
 from headway.meter.batch_share import BatchShare
 from headway.meter.batches import input_gradients_of, read_or_copy
@@ -20,7 +21,7 @@ from headway.meter.leaves import Leaves
 from headway.meter.memory_traffic import ForwardTraffic
 from headway.meter.pending import Billing, PendingStep, PendingSteps, as_they_ran
 from headway.meter.phases import data_parallel_around
-from headway.meter.slow_code import slow_code_of
+from headway.meter.slow_code import slow_code_of, slow_code_of_loop
 from headway.meter.step_clock import LoopWatcher, StepClock
 from headway.meter.step_phases import REST, NamedPhase
 from headway.meter.tally import WHOLE, Sums, Tally
@@ -57,6 +58,7 @@ class StepMeter(StepClock, ABC):
     watches_parts = True
     calls: threading.local
     _counts_tokens = True
+    _has_looked_at_loop = False
     _has_own_ledger: bool  # whether the loop gave the cost model
     _reads_recompute: bool  # whether it is read off the model
     _watch: bool | None
@@ -369,6 +371,15 @@ class StepMeter(StepClock, ABC):
         if self.watchers:
             self._tell_watchers("took", step)
         return step
+
+    def _warn_of_slow_loop(self, window: Window) -> None:
+        """Warn of code that the first window with a second step shows to be slow on a device."""
+        if self._has_looked_at_loop or window.step < 2 or self.device is None or self.device.type != "cuda":
+            return
+        self._has_looked_at_loop = True
+        patches = ratio(window.readings.get("patches", 0), window.num_batches) or 0.0
+        if slow := slow_code_of_loop(patches, self.num_workers, window.data_wait_share):
+            self._warn_once(" ".join(row.text for row in slow))
 
     def _warn_of_no_batch(self) -> None:
         names = [watch.name for watch in self._watches if watch.counts]

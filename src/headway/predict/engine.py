@@ -130,6 +130,17 @@ def engine_named(name: str) -> Engine:
     return table[name]
 
 
+def refused_settings(config: TrainConfig) -> list[str]:
+    """Settings of the recipe's engine that have no effect in the recipe and are left out, as "name=value"."""
+    settings = engine_named(config.plan.engine).settings
+    parts = {name: getattr(config, name.partition(".")[0]) for name in settings}
+    return [
+        f"{name}={value}"
+        for name, value in settings.items()
+        if (key := name.partition(".")[2]) not in parts[name].model_fields_set and getattr(parts[name], key) != value
+    ]
+
+
 def with_engine(config: TrainConfig) -> TrainConfig:
     """Lay the settings of the recipe's engine below its own: those that it names stay.
 
@@ -143,6 +154,6 @@ def with_engine(config: TrainConfig) -> TrainConfig:
     parts = {name: name.split(".") for name in settings}
     unset = [name for name, (section, key) in parts.items() if key not in getattr(config, section).model_fields_set]
     for name in unset:
-        with suppress(ConfigError):
+        with suppress(ConfigError):  # `refused_settings` tells of it
             config = changed_config(config, {name: settings[name]})
     return config

@@ -11,10 +11,11 @@ from headway.count.activations import SavedActivations
 from headway.count.recompute import choice_in_words
 from headway.devices import Device
 from headway.errors import ConfigError
+from headway.meter.slow_code import slow_code_of_plan
 from headway.packing.lengths import LengthTable
 from headway.packing.mesh import MeshShape
 from headway.predict.communication import Exchanges, Links
-from headway.predict.engine import engine_named
+from headway.predict.engine import engine_named, refused_settings
 from headway.predict.exchanges import exchanges_of
 from headway.predict.fitting import Way, room_of, ways_to_fit
 from headway.predict.memory import MemoryPlan, plan_memory
@@ -110,7 +111,7 @@ class Predictor:
             None if packs is None or self.speeds is None else self.time(config, packs, devices),
             self.device,
             () if room is None or fits else self.ways(config, devices, room, largest, padded),
-            tuple(self._notes(config, shape, has_lengths=packs is not None, has_patches=largest[1] > 0)),
+            tuple(self._notes(config, shape, packs, largest[1])),
             "each step" if second is not None and second.each_step else "once",
             self.speeds,
             self.links,
@@ -267,19 +268,21 @@ class Predictor:
             lines[line.key] = line if mine is None else replace(mine, seconds=mine.seconds + line.seconds)
         return replace(step, lines=tuple(lines.values()), flops=step.flops + forward.flops)
 
-    def _notes(self, config: TrainConfig, shape: MeshShape, *, has_lengths: bool, has_patches: bool) -> list[str]:
-        """Describe the recomputation of a size, and the gaps of its numbers, a clause each."""
+    def _notes(self, config: TrainConfig, shape: MeshShape, packs: Packs | None, most_patches: int) -> list[str]:
+        """Describe the recomputation of a size, its known slow code and the gaps of its numbers, a clause each."""
         cost_model, speed = self.cost_model, config.speed
         saved = self.saved[precision_of(config, shape.world_size)]
         notes = []
         if config.plan.engine != "headway":
-            notes.append(f"priced as {engine_named(config.plan.engine).title} runs it (plan.engine)")
+            without = " and ".join(refused_settings(config))
+            without = f", without its {without}, which has no effect in this recipe" if without else ""
+            notes.append(f"priced as {engine_named(config.plan.engine).title} runs it (plan.engine){without}")
         if speed.recompute_bytes is not None:
             chosen = choice_in_words(recompute_of(config, cost_model, self.saved, shape), cost_model.block_towers)
             notes.append(f"speed.recompute={speed.recompute} {chosen}")
-        if not has_lengths:
+        if packs is None:
             notes.append("no lengths: with data.train here, plan.mix or plan.lengths, packs and FLOPs are planned too")
-        if cost_model.has_vision and not has_patches:
+        if cost_model.has_vision and not most_patches:
             notes.append("no pictures are in the lengths, so the vision tower holds no activations")
         if speed.kernels == "liger" and speed.compile is False:
             notes.append(
@@ -291,6 +294,11 @@ class Predictor:
             notes.append(f"activations of {', '.join(saved.left_out[:3])} are not explained, and missing")
         if saved.note:
             notes.append(saved.note)
+        patches = packs.mean_patches if packs is not None else 0.0
+        notes += [
+            f"known slow code ({row.name}), unless it is mended where the run is: {row.text.removesuffix('.')}"
+            for row in slow_code_of_plan({row.module for row in cost_model.rows}, patches)
+        ]
         if config.objective is not None:
             notes.append(
                 f"what {config.objective.path} computes beside the model is not planned: a plan does not run it"

@@ -306,6 +306,11 @@ class StepEvidence(Evidence[StepWaterfall]):
         numbers = [number for number in map(as_number, values) if number is not None]
         return sum(numbers) if len(numbers) == len(values) else None
 
+    @cached_property
+    def names(self) -> set[str]:
+        """Names of all events of the traces."""
+        return {name for step in self.steps if step.measured is not None for name in step.measured[0].trace.names}
+
     @property
     def measured_steps(self) -> list[StepWaterfall]:
         """Steps that were measured in a trace, without the steps of records."""

@@ -11,6 +11,7 @@ from headway.explain.findings.evidence import RunEvidence, StepEvidence, as_numb
 from headway.explain.findings.gaps import collected_ns, is_allocation, pauses_of
 from headway.explain.findings.rule import FindingPlace, Observation, Rule, RuleObserver, TimeOf
 from headway.explain.trace_facts import rate_of_hardware
+from headway.meter.slow_code import slow_code_table
 from headway.report import format_share, format_traffic
 
 _UNKNOWN = ""
@@ -87,6 +88,9 @@ def data_wait(evidence: StepEvidence, part: str) -> Observation | None:
         return None
     ns = evidence.ns("idle.data")
     what, cause, advice, setting = _DATA_ADVICE[part]
+    for row in slow_code_table():  # samples that the loop's own process makes
+        if part == _UNKNOWN and row.num_workers is not None and row.is_among(evidence.names):
+            cause, advice = row.cause, row.remedy
     message = f"the step waited for data {evidence.share(ns)} of the time"
     if all_s:
         message += f"; of {all_s / evidence.num_steps:.2f} s that workers spent on a step's packs, "

@@ -264,19 +264,22 @@ def recorded_anomaly_mode(evidence: RunEvidence) -> Observation | None:
 def known_slow_code(evidence: StepEvidence) -> Observation | None:
     """Code that others have found to be slow, by its kernels, or by functions of Python and the modules around them."""
     dearest: tuple[int, SlowCode, str] | None = None
-    frames = {name for step in evidence.measured_steps if step.measured for name in step.measured[0].trace.names}
+    frames = evidence.names
     for rank in evidence.ranks:
         frames.update(str(frame) for stack in evidence.host_fact("stacks", rank) or () for frame in stack)
     for row in slow_code_table():
-        has_frame = bool(row.frames) and any(re.search(row.frames, frame) for frame in frames)
+        has_frame, is_tower = row.is_among(frames), bool(row.most_patches) and not evidence.is_cpu
         events = [
             event
             for event in evidence.spent
             if (row.kernels and re.search(row.kernels, f"{event.operator} {event.name}"))
-            or (has_frame and re.search(row.paths, event.module))
+            or ((has_frame or is_tower) and row.is_at([event.module]))
         ]
         # On a device the host is what a loop of Python keeps waiting.
-        ns = sum(event.ns + (event.late_ns if row.frames else 0) for event in events)
+        late_ns = sum(event.late_ns for event in events)
+        ns = sum(event.ns for event in events) + (late_ns if row.frames else 0)
+        if is_tower:  # told by its launches, which take longer than what they launch
+            ns = late_ns if late_ns > ns else 0
         if ns > (dearest[0] if dearest else 0):
             names = Counter(event.operator or event.name for event in events)
             dearest = ns, row, names.most_common(1)[0][0]
