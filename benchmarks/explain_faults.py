@@ -3,6 +3,7 @@
     .venv/bin/python benchmarks/explain_faults.py                       # half an hour on 2 quiet cores
     .venv/bin/python benchmarks/explain_faults.py eager_attention healthy_plain --keep /tmp/runs
     .venv/bin/python benchmarks/explain_faults.py --again --keep /tmp/runs   # ask again of runs that were kept
+    .venv/bin/python benchmarks/explain_faults.py --of more             # ten faults on which no rule was made
     .venv/bin/python benchmarks/explain_faults.py --of rl               # loops of reinforcement learning, by records
 
 Each case runs in a process of its own (of several ranks, one each), on one thread, under the public meter (`Meter`,
@@ -32,6 +33,7 @@ import torch
 
 from explain_faults_cases import CASES as TRAINING_CASES
 from explain_faults_loops import ranks_of
+from explain_faults_more import MORE
 from explain_faults_rl import RL_CASES
 from record import RESULTS, describe_environment, environment, markdown_table, result_paths, write
 
@@ -65,9 +67,10 @@ class Group:
 SPEED = {"unstable-steps", "slow-steps", "changed-speed", "falling-rate", "first-steps"}
 GROUPS = {
     "training": Group("explain_faults", TRAINING_CASES, SOURCES, frozenset({"shared-cores"})),
+    "more": Group("explain_faults_more", MORE, SOURCES, frozenset({"shared-cores"})),
     "rl": Group("explain_faults_rl", RL_CASES, ("records",), frozenset({"shared-cores", *SPEED})),
 }
-CASES: dict[str, Any] = {**TRAINING_CASES, **RL_CASES}
+CASES: dict[str, Any] = {**TRAINING_CASES, **MORE, **RL_CASES}
 
 
 def main() -> None:

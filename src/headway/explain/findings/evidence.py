@@ -67,6 +67,8 @@ class RunStep:
 
 Step = TypeVar("Step", StepWaterfall, RunStep)
 
+SHARED = 0.15  # part of the time for which a thread waits for a core, from which the machine is shared
+
 
 class Evidence(Generic[Step]):
     """Steps as the engine of findings sees them, whichever parts the rules read.

@@ -7,7 +7,7 @@ from functools import partial
 from statistics import median
 
 from headway.explain.findings import loops, patterns
-from headway.explain.findings.evidence import RunEvidence, StepEvidence, as_number
+from headway.explain.findings.evidence import SHARED, RunEvidence, StepEvidence, as_number
 from headway.explain.findings.gaps import collected_ns, is_allocation, pauses_of
 from headway.explain.findings.rule import FindingPlace, Observation, Rule, RuleObserver, TimeOf
 from headway.explain.trace_facts import rate_of_hardware
@@ -342,5 +342,5 @@ RULES = (
     # A host that is never a twentieth of a step ahead launches each kernel when the device is already waiting.
     Rule("host-bound", in_records=RuleObserver(host_bound, 0.10, place=FindingPlace.VAGUE)),
     # A core is taken away for some per cent of the time wherever the system itself has work.
-    Rule("shared-cores", RuleObserver(contended, 0.15, TimeOf.MACHINE), RuleObserver(recorded_contention, 0.15)),
+    Rule("shared-cores", RuleObserver(contended, SHARED, TimeOf.MACHINE), RuleObserver(recorded_contention, SHARED)),
 )

@@ -9,7 +9,7 @@ from statistics import median, quantiles
 import numpy as np
 
 from headway.explain.attribution import Phase
-from headway.explain.findings.evidence import RunEvidence, RunStep
+from headway.explain.findings.evidence import SHARED, RunEvidence, RunStep
 from headway.explain.findings.pauses import chore
 from headway.explain.findings.rule import FindingPlace, Observation, Rule, RuleObserver, TimeOf
 from headway.report import format_duration, format_share
@@ -185,6 +185,10 @@ def unstable(evidence: RunEvidence) -> Observation | None:
     low, high = deciles[0], deciles[-1]
     # Steps of one shape vary by 2 % on a device of their own; on a CPU that others use as well 1.9 times were seen.
     if high < 2 * low:
+        return None
+    # Ranks wait for each other, and so for the cores that any of them waits for; which one, nobody counts.
+    is_job = any(step.late_rank is not None or step.imbalance for step in evidence.steps)
+    if is_job and evidence.core_wait_ns >= SHARED * evidence.full_ns:
         return None
     # An unsteady speed crosses the middle more than once; a speed that changes once has another finding.
     sides = [rate > (low + high) / 2 for rate, _ in rated]
