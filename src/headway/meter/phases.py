@@ -40,21 +40,13 @@ _PRODUCT = "The phases of this loop's steps"
 
 
 class StepPasses(NamedTuple):
-    """Passes of the model in one sampled step, and the most updates of one optimizer.
+    """Passes of the model in one sampled step."""
 
-    Attributes:
-        num_forwards: forwards with gradients.
-        num_scorings: forwards without gradients.
-        scorings: these forwards, those in a row as one.
-        num_backwards: backwards, without those that make a graph of their own.
-        num_updates: the most updates of one optimizer.
-    """
-
-    num_forwards: int
-    num_scorings: int
-    scorings: list[Span]
-    num_backwards: int
-    num_updates: int
+    num_forwards: int  # forwards with gradients
+    num_scorings: int  # forwards without gradients
+    scorings: list[Span]  # these forwards, neighbours in a row as one
+    num_backwards: int  # backwards, without those that make a graph of their own
+    num_updates: int  # most updates of one optimizer
 
 
 class StepPhases(NamedTuple):

@@ -104,28 +104,13 @@ def slow_code_of(model: Any) -> list[SlowCode]:
 
 
 def slow_code_of_loop(patches: float, num_workers: int | None, data_wait_share: float) -> list[SlowCode]:
-    """Find the code known to be slow that a window of a loop shows.
-
-    Args:
-        patches: mean number in a pass; 0 without pictures.
-        num_workers: workers of the loader; None if it is not known.
-        data_wait_share: part of the time that the loop waited for data.
-    """
-    is_waited_for = data_wait_share >= _WAITED
-    return [
-        row
-        for row in slow_code_table()
-        if row.has_few(patches) or (is_waited_for and row.num_workers is not None and row.num_workers == num_workers)
-    ]
+    """Find the code known to be slow that a window shows: by patches in a pass, and workers of a loader, if known."""
+    waits_for = num_workers if data_wait_share >= _WAITED and num_workers is not None else -1
+    return [row for row in slow_code_table() if row.has_few(patches) or row.num_workers == waits_for]
 
 
 def slow_code_of_plan(paths: Collection[str], patches: float) -> list[SlowCode]:
-    """Find the code known to be slow that a model would run with the packages that are installed here.
-
-    Args:
-        paths: of its modules.
-        patches: mean number in a pack; 0 without pictures.
-    """
+    """Find the code known to be slow that a model would run here, by its modules' paths and the patches of a pack."""
     return [
         row
         for row in slow_code_table()

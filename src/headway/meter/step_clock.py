@@ -99,7 +99,7 @@ class StepClock:
         self._phases: PhaseTimer | None = None
         self._forwards: ForwardTimer | None = None  # None where there is no module
         self.peak: Peak
-        self.num_workers: int | None = None  # of the loop's loader; None if it is not known
+        self.num_workers: int | None = None  # workers of the loader; None if they are not known
         self._phase_clock = PhaseClock(self._mark)
         self._collections = CollectionTimer(self._clock)
         self._compilation = Compilation(self._compiling, self._compiled)
