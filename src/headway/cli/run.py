@@ -12,7 +12,6 @@ from contextlib import suppress
 from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -165,18 +164,20 @@ class _AfterTorch(MetaPathFinder):
     def __init__(self, then: Callable[[], None]) -> None:
         self._then = then
 
-    def find_spec(self, fullname: str, *_: Any) -> ModuleSpec | None:
-        """Find torch as all others would; nothing else."""
+    def find_spec(self, fullname: str, *arguments: Any) -> ModuleSpec | None:
+        """Find torch as all others would; nothing else. Libraries ask where it is, and may not import it."""
         if fullname != "torch":
             return None
-        sys.meta_path.remove(self)
-        spec = find_spec(fullname)
+        others = (finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec"))
+        spec = next(filter(None, (finder.find_spec(fullname, *arguments) for finder in others)), None)
         if spec is not None and spec.loader is not None:
             loader: Any = spec.loader
             load = loader.exec_module
 
             def exec_module(module: types.ModuleType) -> None:
                 del loader.exec_module
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
                 load(module)
                 try:
                     self._then()

@@ -27,7 +27,8 @@ from headway.integrations.loops import (
 )
 from headway.integrations.trainer_phases import POLICY, REFERENCE, TrainerCalls
 from headway.meter import Meter, PhaseDevices, Window
-from headway.meter.watch import ForwardWatch, ledger_of
+from headway.meter.environment import ledger_of
+from headway.meter.watch import ForwardWatch
 from headway.tracing import trace
 
 

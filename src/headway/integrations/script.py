@@ -6,6 +6,7 @@ those modules alone have hooks.
 """
 
 import gc
+import math
 import os
 import platform
 import socket
@@ -26,18 +27,18 @@ from torch.nn.modules import module as torch_modules
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from headway.errors import HeadwayError, UsageError
+from headway.errors import HeadwayError
 from headway.log.run_files import METRICS, RUN, write_json
-from headway.meter import Goodput, Meter, Window
+from headway.meter import Goodput, Meter, Window, clock
 from headway.meter.goodput_report import FILE_NAME
 from headway.meter.profile import ProfiledSteps
 from headway.report import format_rate, format_rounded, format_share
 from headway.version import __version__
 
-_LOG_EVERY, _LOGGED_SINGLY = 10, 10  # steps of a record; first steps that have one each
+_EVERY_S, _LOG_EVERY = 1.0, 20  # time of a record [s], and steps of a record of several ranks
+_LOGGED_SINGLY = 10  # first steps, which have a record each
 _PROFILED_STEPS = 3
 _PROFILED_AFTER = 10  # steps before the profile, which is compared with them
-_MOST_MODULES = 64  # most modules that are metered beside the trained one
 _MOST_SEARCHES = 3  # searches that end without a model
 _UNSEEN = 3  # steps without a forward of the model, after which it is looked for again
 
@@ -101,11 +102,11 @@ class ScriptMeter(Meter):
         options: as for `Meter`.
     """
 
-    watches_parts = False
+    watches_parts, looks_every = False, 8
 
     def __init__(self, model: nn.Module, *, is_training: bool, **options: Any) -> None:
-        self._has_mode = is_training
-        super().__init__(model, watch=True, **options)
+        self._has_mode, self._logged_s = is_training, 0.0
+        super().__init__(model, watch=True, log_every=sys.maxsize, **options)
 
     @property
     def trains_now(self) -> bool:
@@ -124,6 +125,15 @@ class ScriptMeter(Meter):
         """Note that the loop waits for a batch, if that is one to train on."""
         if self.trains_now if self._has_mode else not self.is_away:
             self.await_data()
+
+    def log_if_due(self) -> None:
+        """Write a record of each of the first steps, then one a second; ranks write theirs after the same step."""
+        now_s = clock.now_s()
+        is_alone = self._ranks is None or self._ranks.size == 1
+        is_due = now_s - self._logged_s > _EVERY_S if is_alone else self.num_steps % _LOG_EVERY == 0
+        if is_due or self.num_steps <= _LOGGED_SINGLY:
+            self._logged_s = now_s
+            self.log()
 
     @property
     def num_calls(self) -> int:
@@ -273,8 +283,8 @@ class ScriptWatch:
         if self._num_unseen == _UNSEEN and meter.failure is None and self._num_searches < _MOST_SEARCHES:
             self._num_searches += 1
             self._known.clear()  # the model runs in another form, such as a compiled one
-        meter.log_every = 1 if meter.num_steps < _LOGGED_SINGLY else _LOG_EVERY
         meter.step()
+        meter.log_if_due()
 
     def _meter_some_of(self, calls: Sequence[Call]) -> None:
         """Meter the model that the optimizers train most of, and all other modules that the script calls."""
@@ -374,16 +384,15 @@ class ScriptWatch:
         run = self._run
         if run is None or self._goodput is None:
             return ""
-        rates = [f"MFU {format_share(run.mfu)}"] if run.mfu == run.mfu else []
-        rates += [] if rates or not run.flops.total else [format_rate(run.flops_per_s)]
+        rates = ["no step was counted"]
         if run.num_steps:
+            rates = [format_rate(run.flops_per_s) if math.isnan(run.mfu) else f"MFU {format_share(run.mfu)}"]
             rates.append(
                 f"{format_rounded(run.tokens_per_s)} tokens/s" if run.tokens else f"{1 / run.step_s:.3g} steps/s"
             )
-        rates += (
-            [f"{run.data_wait_share:.0%} of the time waited for data".replace("%", " %")] if run.data_wait_s else []
-        )
-        return f"{', '.join(rates) or 'no step was counted'}. headway report {self.folder}"
+        if run.data_wait_s:
+            rates.append(f"{100 * run.data_wait_share:.0f} % of the time waited for data")
+        return f"{', '.join(rates)}. headway report {self.folder}"
 
 
 class NotebookWatch:
@@ -467,17 +476,11 @@ def _is_compiled_in_place(thing: Any) -> bool:
 def _others(calls: Sequence[Call], trained: nn.Module) -> list[nn.Module]:
     """List the other modules that a script calls, without parts of the trained one that run apart to evaluate."""
     parts = {id(part) for part in trained.modules()}
-    others = [
+    return [
         _bare(call.module)
         for call in calls
         if call.module is not trained and (call.has_gradients or id(_bare(call.module)) not in parts)
     ]
-    if len(others) > _MOST_MODULES:
-        raise UsageError(
-            f"the script calls {len(others):,} modules by themselves beside {type(trained).__name__}, and at most "
-            f"{_MOST_MODULES} are metered. Put them into one module, or use headway.Meter."
-        )
-    return others
 
 
 def _facts(meter: ScriptMeter) -> dict[str, Any]:

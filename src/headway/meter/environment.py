@@ -6,13 +6,17 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headway.count import CostModel
 from headway.devices import Peak
-from headway.errors import HeadwayError, UnknownDeviceError, UsageError
+from headway.errors import HeadwayError, TraceError, UnknownDeviceError, UsageError
 from headway.meter.memory_traffic import Traffic
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _STATUS = Path("/proc/self/status")  # on Linux
 
@@ -209,3 +213,40 @@ def settings_of(model: Any, device: Any) -> dict[str, Any]:
         "device_memory_bytes": memory_bytes or None,
         "weights_dtype": max(sizes, key=lambda name: sizes[name]) if sizes else None,
     }
+
+
+def ledger_of(model: "nn.Module", results: Any = None, watch: bool | None = True) -> CostModel:
+    """Trace a model that reads text or latents; one without rows where its forwards are traced by their shapes.
+
+    Args:
+        model: any module.
+        results: as for `headway.trace`.
+        watch: whether any model that cannot be traced so is; None for those that take other arguments, False for none.
+
+    Raises:
+        TraceError: it cannot be traced, and is not to be watched.
+    """
+    from headway.tracing import trace
+    from headway.tracing.inputs.model_inputs import UnknownInputsError
+    from headway.tracing.unwrap import refuse_flat
+
+    refuse_flat(model)
+    refusals: tuple[type[TraceError], ...] = (UnknownInputsError,) if watch is None else (TraceError,) * watch
+    with suppress(*refusals):
+        return trace(model, results=results)
+    return CostModel(type(model).__name__, (), ())
+
+
+def in_components_of(cost_model: CostModel, name: str, driver: str | None = None) -> CostModel:
+    """Rename the components of a model for its class, so that a step's models are told apart.
+
+    Args:
+        cost_model: of the model.
+        name: of its class: components are `AutoencoderKL.convolution` and so on.
+        driver: that each row has from now on; its own when None.
+    """
+    rows = (
+        replace(row, component=f"{name}.{row.component.rpartition('.')[2]}", driver=driver or row.driver)
+        for row in cost_model.rows
+    )
+    return replace(cost_model, rows=tuple(rows))

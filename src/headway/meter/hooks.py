@@ -252,10 +252,21 @@ def arguments_by_name(module: "nn.Module", args: tuple[Any, ...], kwargs: Mappin
 
     if not args:
         return dict(kwargs)
-    parameters = inspect.signature(unwrapped(module).forward).parameters
-    names = [name for name, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    names = _names_of(unwrapped(module).forward)
     if len(args) > len(names):
         if kwargs:
             raise UsageError(f"{type(module).__name__} takes arguments by position and by name that have no name.")
         return args
     return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+_names: "weakref.WeakKeyDictionary[Callable[..., Any], list[str]]" = weakref.WeakKeyDictionary()
+
+
+def _names_of(forward: Callable[..., Any]) -> list[str]:
+    """Name the arguments that a forward takes by position, the module itself left out; a class's own is read once."""
+    function = getattr(forward, "__func__", forward)
+    if function not in _names:
+        parameters = inspect.signature(forward).parameters
+        _names[function] = [name for name, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    return _names[function]

@@ -16,7 +16,7 @@ from headway.log.records import ratio
 from headway.meter import pauses
 from headway.meter.batch_share import BatchShare
 from headway.meter.batches import input_gradients_of, read_or_copy
-from headway.meter.environment import largest_memory, recompute_of
+from headway.meter.environment import in_components_of, largest_memory, ledger_of, recompute_of
 from headway.meter.leaves import Leaves
 from headway.meter.memory_traffic import ForwardTraffic
 from headway.meter.pending import Billing, PendingStep, PendingSteps, as_they_ran
@@ -25,7 +25,7 @@ from headway.meter.slow_code import slow_code_of, slow_code_of_loop
 from headway.meter.step_clock import LoopWatcher, StepClock
 from headway.meter.step_phases import REST, NamedPhase
 from headway.meter.tally import WHOLE, Sums, Tally
-from headway.meter.watch import ForwardWatch, in_components_of, ledger_of
+from headway.meter.watch import ForwardWatch
 from headway.meter.window import Window
 
 
@@ -39,6 +39,7 @@ class StepMeter(StepClock, ABC):
         on_failure: told of it, in place of a warning.
         second_backward: name of a model through whose forward a second backward has gone.
         watches_parts: whether the parts of a model that is traced by shapes may run without it.
+        looks_every: steps from one look at the parameters, and at those that a backward reaches, to the next.
         calls: of each thread by itself, the calls of watched modules under way: the outermost of them is a forward.
     """
 
@@ -56,6 +57,7 @@ class StepMeter(StepClock, ABC):
     on_failure: Callable[[Exception], None] | None = None
     second_backward = ""
     watches_parts = True
+    looks_every = 1
     calls: threading.local
     _counts_tokens = True
     _has_looked_at_loop = False
@@ -174,7 +176,7 @@ class StepMeter(StepClock, ABC):
 
     def follow(self, leaves: Leaves) -> None:
         """Look up a model's parameters once a step, and trace the trained model again if they have changed."""
-        if leaves.step == self.num_steps:
+        if leaves.step == self.num_steps or (self.num_steps % self.looks_every and leaves.step >= 0):
             return
         leaves.step = self.num_steps
         signature, checkpointed = leaves.signature(), leaves.checkpointed

@@ -15,12 +15,13 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 from headway.count import CostModel, Workload
-from headway.errors import TraceError, UsageError, WorkloadError
+from headway.errors import UsageError, WorkloadError
 from headway.meter.batches import input_gradients_of, read_or_copy, refuse_cached_keys
+from headway.meter.environment import in_components_of
 from headway.meter.hooks import ModuleHooks, arguments_by_name, is_compiled, outermost
 from headway.meter.leaves import Leaves, node_of, tensors_in, will_run
 from headway.meter.step_phases import NamedPhase
@@ -50,7 +51,9 @@ class WatchedForward:
     trained: int = 0  # bits of the parameters that required a gradient
     inputs: tuple[Any, ...] = ()  # names or places of its arguments that did
     cost_model: CostModel | None = None  # ledger that counts the forward; None if its shapes are traced
-    batch: Any = None  # a result of `read_or_copy`, or arguments without data
+    batch: Any = None  # a result of `read_or_copy`, or arguments without data; None where their shapes are known
+    plan: Any = None  # trained parameters, and the forward's place in its step
+    key: Any = None  # parameters and shapes that decide a trace; None where more than shapes does
     shapes: Any = None  # shapes of its arguments
     is_known: bool = False  # whether silence means that no backward has come
     reached: int | None = None  # bits of the parameters that backwards gave a gradient; None before any came
@@ -124,6 +127,8 @@ class ForwardWatch:
         self._backwards: dict[int, tuple[dict[Leaves, int], dict[WatchedForward, int]]] = {}
         self._leaves: weakref.WeakKeyDictionary[nn.Module, Leaves] = weakref.WeakKeyDictionary()
         self._traces: weakref.WeakKeyDictionary[nn.Module, ShapeTraces] = weakref.WeakKeyDictionary()
+        self._by_key: dict[Any, CostModel] = {}  # ledgers of shapes that have been traced
+        self._reached: dict[Any, int] = {}  # parameters that the last backward of a forward's plan reached
         if is_trained and not is_headless:
             self._leaves[inner] = meter.leaves
         self._hooks = ModuleHooks(self, first=phase is not None, breaks_graphs=breaks_graphs)
@@ -159,6 +164,8 @@ class ForwardWatch:
         self._forwards, self._later = [], []
         self._backwards.clear()
         self._traces.clear()
+        self._by_key.clear()
+        self._reached.clear()
 
     def settle(self) -> None:
         """Count the step's forwards; shapes that are new are traced here, in no step's time.
@@ -188,8 +195,13 @@ class ForwardWatch:
         forward.is_counted = True
         work, cost_model, inputs = forward.batch, forward.cost_model, forward.differentiated
         if cost_model is None:
+            cost_model = self._traced(forward)
+            if forward.key is not None:
+                self._by_key[forward.key] = cost_model
+            forward.batch = None
+        if forward.batch is None:
             # The traced arguments tell which of them require a gradient.
-            work, cost_model, inputs = _ONE_CALL, self._traced(forward), ()
+            work, inputs = _ONE_CALL, ()
         self._meter.bill(
             work,
             forward.phase,
@@ -311,9 +323,13 @@ class ForwardWatch:
                 forward.batch = read_or_copy(arguments, ledger)
                 forward.cost_model = ledger
                 return True
-        from headway.tracing.shapes import without_data
+        from headway.tracing.shapes import shape_key, without_data
 
-        forward.batch = without_data(arguments)
+        shapes = None if self._is_headless else shape_key(arguments)
+        forward.key = None if shapes is None else (forward.leaves, forward.leaves.version, shapes)
+        forward.cost_model = self._by_key.get(forward.key)
+        if forward.cost_model is None:
+            forward.batch = without_data(arguments)
         return True
 
     def _is_generating(self, forward: WatchedForward, arguments: Any) -> bool:
@@ -341,7 +357,11 @@ class ForwardWatch:
         hooked = [tensor for tensor in tensors if tensor.grad_fn is not None and id(tensor.grad_fn) not in own]
         forward.is_known = bool(hooked) or (bool(tensors) and not any(tensor.requires_grad for tensor in tensors))
         if hooked:
-            hook = _Gradient(self._owner or self, forward, nodes, forward.leaves.nodes(forward.trained))
+            plan = forward.plan = forward.leaves, forward.trained, forward.dropped, len(self._forwards)
+            is_old = plan in self._reached and self._meter.num_steps % self._meter.looks_every
+            hook = _Gradient(
+                self._owner or self, forward, nodes, None if is_old else forward.leaves.nodes(forward.trained)
+            )
             for tensor in hooked:
                 tensor.register_hook(hook)
 
@@ -353,7 +373,7 @@ class ForwardWatch:
                 self._watch_results(forward, results, {})
                 return
 
-    def backward_begins(self, forward: WatchedForward, inputs: Mapping[Any, Any], nodes: Sequence[Any]) -> None:
+    def backward_begins(self, forward: WatchedForward, inputs: Mapping[Any, Any], nodes: Sequence[Any] | None) -> None:
         """Note that a backward has come to a forward's results; the gradients are noted once it has ended well."""
         import torch
 
@@ -368,7 +388,11 @@ class ForwardWatch:
         leaves = forward.leaves
         if leaves not in of_leaves:
             leaves.arrived = 0
-            of_leaves[leaves] = leaves.reached(leaves.outside(forward.trained, forward.dropped), nodes)
+            of_leaves[leaves] = (
+                self._reached.get(forward.plan, forward.trained)
+                if nodes is None
+                else leaves.reached(leaves.outside(forward.trained, forward.dropped), nodes)
+            )
         forwards[forward] = of_leaves[leaves]
         forward.answered.update(name for name, node in inputs.items() if will_run(node))
         if torch.is_grad_enabled() or forward.reached is not None:
@@ -381,7 +405,8 @@ class ForwardWatch:
                 self._later.append(forward)
             bits = planned | forward.leaves.arrived
             # if nothing at all gets a gradient, the parameters have another form, such as flat ones
-            forward.reached = (forward.reached or 0) | (bits if bits or forward.answered else forward.trained)
+            bits = bits if bits or forward.answered else forward.trained
+            forward.reached = self._reached[forward.plan] = (forward.reached or 0) | bits
 
     def is_traced(self, module: "nn.Module") -> None:
         """Note that torch.compile goes around a module's hooks, and hook the compiled form of the module instead."""
@@ -438,7 +463,7 @@ class _Gradient:
     __torch_unserializable__ = True  # a tensor with it may be written
 
     def __init__(
-        self, watch: ForwardWatch, forward: WatchedForward, inputs: Mapping[Any, Any], nodes: Sequence[Any]
+        self, watch: ForwardWatch, forward: WatchedForward, inputs: Mapping[Any, Any], nodes: Sequence[Any] | None
     ) -> None:
         self._watch, self._forward, self._inputs, self._nodes = weakref.ref(watch), forward, inputs, nodes
 
@@ -454,40 +479,3 @@ class _Gradient:
 def _after_backward(watch: "weakref.ref[ForwardWatch]", task: int) -> None:
     if (owner := watch()) is not None:
         owner.backward_ends(task)
-
-
-def ledger_of(model: "nn.Module", results: Any = None, watch: bool | None = True) -> CostModel:
-    """Trace a model that reads text or latents; one without rows where its forwards are traced by their shapes.
-
-    Args:
-        model: any module.
-        results: as for `headway.trace`.
-        watch: whether any model that cannot be traced so is; None for those that take other arguments, False for none.
-
-    Raises:
-        TraceError: it cannot be traced, and is not to be watched.
-    """
-    from headway.tracing import trace
-    from headway.tracing.inputs.model_inputs import UnknownInputsError
-    from headway.tracing.unwrap import refuse_flat
-
-    refuse_flat(model)
-    refusals: tuple[type[TraceError], ...] = (UnknownInputsError,) if watch is None else (TraceError,) * watch
-    with suppress(*refusals):
-        return trace(model, results=results)
-    return CostModel(type(model).__name__, (), ())
-
-
-def in_components_of(cost_model: CostModel, name: str, driver: str | None = None) -> CostModel:
-    """Rename the components of a model for its class, so that a step's models are told apart.
-
-    Args:
-        cost_model: of the model.
-        name: of its class: components are `AutoencoderKL.convolution` and so on.
-        driver: that each row has from now on; its own when None.
-    """
-    rows = (
-        replace(row, component=f"{name}.{row.component.rpartition('.')[2]}", driver=driver or row.driver)
-        for row in cost_model.rows
-    )
-    return replace(cost_model, rows=tuple(rows))

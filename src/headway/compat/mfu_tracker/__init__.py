@@ -26,10 +26,9 @@ from headway.errors import UnknownDeviceError, UsageError
 from headway.meter import clock
 from headway.meter.batch_share import BatchShare
 from headway.meter.batches import input_gradients_of, workload_of
-from headway.meter.environment import device_of
+from headway.meter.environment import device_of, ledger_of
 from headway.meter.hooks import arguments_by_name
 from headway.meter.meter import Meter
-from headway.meter.watch import ledger_of
 from headway.meter.window import Window
 from headway.tracing.shapes import ShapeTraces, without_data
 
