@@ -9,7 +9,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,9 +17,7 @@ from headway.data.encoded import EncodedSample
 from headway.data.feed.make import RowRule
 from headway.data.samples import Chat, Preference, Sample, unusable
 from headway.models.losses import IGNORED
-
-if TYPE_CHECKING:  # data workers import this file first, and the section's needs the whole configuration
-    from headway.objectives.preferences.settings import PreferenceConfig
+from headway.objectives.preferences.settings import PreferenceConfig
 
 
 @dataclass(frozen=True)
@@ -70,7 +67,7 @@ class GradedRows(RowRule):
         return mismatched(others) if self.mismatches else None
 
 
-def rule_of(settings: "PreferenceConfig") -> RowRule:
+def rule_of(settings: PreferenceConfig) -> RowRule:
     """The rows that a run's loss learns from."""
     return GradedRows(settings.loss == "kto") if settings.row.unpaired else PairRows()
 
