@@ -115,7 +115,7 @@ def test_a_run_ends_after_evaluations_that_do_not_better_it_and_its_best_checkpo
     )
     assert exit_code == 0, said
 
-    assert f"Ended early after step {last} of 60" in report_page(read_run(config.run.folder))
+    assert f"ended early, after step {last} of 60" in report_page(read_run(config.run.folder))
 
     # it is complete: nothing is left to resume, unless more patience is asked for
     with pytest.raises(RunCompleteError, match=r"4 evaluations have not bettered loss .* eval\.stop_after 4"):
@@ -293,4 +293,4 @@ def test_a_run_is_warned_once_that_it_learns_by_heart(overfits, capsys):
     assert capsys.readouterr().err.count("the model learns its training samples by heart") == 1
     page = report_page(read_run(config.run.folder))
     assert "Overfitting: held-out loss was least after step" in page
-    assert 'data-name="held-out"' in page
+    assert "line: training, dots: held out" in page

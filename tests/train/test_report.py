@@ -73,12 +73,12 @@ def test_a_killed_run_and_its_resumption_say_so(raw, tmp_path):
     process.kill()
     process.wait()
     killed = report_page(read_run(folder))
-    assert "Unfinished run" in killed
+    assert "· unfinished</p>" in killed
     step = max(int(one.name.removeprefix("step-")) for one in folder.glob("checkpoints/step-*"))
     raw["optim"]["steps"] = step + 3
     train(parse_config(raw), resume=True)
     resumed = report_page(read_run(folder))
-    assert "Unfinished run" not in resumed
+    assert "unfinished" not in resumed
     assert f"resumed once, after step {step}" in resumed
     assert f"1 to {step + 3}, {step + 3} records" in resumed
 
@@ -97,7 +97,9 @@ def test_a_browser_shows_both_pages_whole(raw, tmp_path, width):
                 browser.show((tmp_path / f"{name}.html").as_uri(), width=width, dark=dark)
                 assert browser.value("document.documentElement.scrollWidth") <= width
                 seen[name, dark] = browser.value("getComputedStyle(document.body).backgroundColor")
-                boxes = browser.value("[...document.querySelectorAll('svg')].map(s => s.getBoundingClientRect().width)")
+                boxes = browser.value(
+                    "[...document.querySelectorAll('.grid .chart')].map(s => s.getBoundingClientRect().width)"
+                )
                 assert all(box > 200 for box in boxes)
             assert seen[name, False] != seen[name, True]
             rows = "[...document.querySelectorAll('details tr')].map(row => row.checkVisibility())"
@@ -106,7 +108,7 @@ def test_a_browser_shows_both_pages_whole(raw, tmp_path, width):
             inside = "[...document.querySelectorAll('svg')].every(s => s.getBoundingClientRect().right <= innerWidth)"
             assert browser.value(inside)
             assert browser.value("document.documentElement.scrollWidth") <= A4
-            assert all(browser.value(rows)), "paper cannot be clicked, so tables of charts are open on it"
+            assert all(browser.value(rows)), "paper cannot be clicked, so folds are open on it"
         assert browser.errors == browser.requests == []
 
 
