@@ -95,7 +95,6 @@ def _look(name: str) -> str:
 EXPLANATION = "explain.json"
 _PROFILE = re.compile(r"steps-(\d+)-\d+-rank-")
 _BASE64 = re.compile(r"[A-Za-z0-9+/=]{100,40000}")
-_UNPROFILED = "Records tell no time of components; a profile does."
 _MOST_RANKS, _MOST_SOURCES = 64, 12
 _MOST_ANSWERS, _LONGEST_ANSWER = 12, 400  # answers of the last evaluation, and length of one [characters]
 
@@ -179,7 +178,7 @@ def _ranks(records: Sequence[Mapping[str, Any]]) -> list[ReportSection]:
 
 
 def _times(folder: Path, records: Sequence[Mapping[str, Any]]) -> ReportSection:
-    """Share of FLOPs beside share of time of each component, in the steps that a profile explains."""
+    """Share of FLOPs beside share of time of each component in the steps that a profile explains; no rows without."""
     steps = _object(folder / EXPLANATION).get("steps")
     profiled = [_mapping(record) for record in steps] if isinstance(steps, list) else []
     by_step = [_mapping(record.get("by")) for record in profiled]
@@ -191,15 +190,8 @@ def _times(folder: Path, records: Sequence[Mapping[str, Any]]) -> ReportSection:
         name = str(row.get("name"))
         flops[name] = flops.get(name, 0.0) + max(number(row.get("flops")) or 0.0, 0.0)
         ns[name] = ns.get(name, 0.0) + max(number(row.get("ns")) or 0.0, 0.0)
-    title = "FLOPs against time by component"
-    # Without a profile by component: how to get one.
     if not (all_ns := sum(ns.values())):
-        if not any(_mapping(record.get("flops_by_component")) for record in records):
-            return _NOTHING
-        rows = [["headway explain RUN --by component", "writes explain.json, which this page reads"]]
-        if not (folder / "profile").is_dir():
-            rows.insert(0, ["run.profile.start=N", "a setting of the run: profiles steps"])
-        return ReportSection(title, ["first", "why"], rows, _UNPROFILED)
+        return _NOTHING
     all_flops = sum(flops.values())
     # The dearest component first.
     ordered = sorted(ns, key=lambda name: (-ns[name], name))
@@ -208,7 +200,9 @@ def _times(folder: Path, records: Sequence[Mapping[str, Any]]) -> ReportSection:
     says = _which_steps(folder, profiled, records)
     says += " FLOPs have what was run again; time is that in which its kernels ran."
     bars = [time for *_, time in shown]
-    return ReportSection(title, ["component", "share of FLOPs", "share of time"], rows, says, bars=bars)
+    return ReportSection(
+        "FLOPs against time by component", ["component", "share of FLOPs", "share of time"], rows, says, bars=bars
+    )
 
 
 def _which_steps(folder: Path, profiled: Sequence[Mapping[str, Any]], records: Sequence[Mapping[str, Any]]) -> str:

@@ -99,23 +99,19 @@ class RunPage:
 
     def as_markdown(self) -> str:
         """Render it for an issue."""
-        first = [f"# {markdown_text(self.title)}", *map(markdown_text, self.facts)]
-        folds = [
-            [f"## {heading}", *(text for part in parts if (text := part.as_markdown(3)) and _is_text(part))]
-            for heading, parts in self.folds.items()
-        ]
-        more = [ReportSection(points=[" ".join(_sentences(finding)) for finding in self.more]).as_markdown()]
-        first += [part.as_markdown() for part in self.sections] + (more if self.more else [])
-        return "\n\n".join([*first, *(text for fold in folds for text in fold)])
+        lines = [f"# {markdown_text(self.title)}", *map(markdown_text, self.facts)]
+        lines += [part.as_markdown() for part in self.sections]
+        if self.more:
+            more = ReportSection(points=[" ".join(_sentences(finding)) for finding in self.more])
+            lines.append(more.as_markdown())
+        for heading, parts in self.folds.items():
+            lines += [f"## {heading}", *(part.as_markdown(3) for part in parts if part.rows or part.points)]
+        return "\n\n".join(lines)
 
     def as_terminal(self) -> str:
         """Render its first screen for a terminal, a pipe or a log."""
         head = ReportSection(points=[self.title, *self.facts])
         return "\n\n".join(part.as_terminal() for part in (head, *self.sections))
-
-
-def _is_text(section: ReportSection) -> bool:
-    return bool(section.rows or section.points)
 
 
 def page_of(*runs: ReportedRun) -> RunPage:
@@ -128,11 +124,8 @@ def page_of(*runs: ReportedRun) -> RunPage:
     else:
         a, b, lines = compared(*runs)
         runs, about, findings, notes, means = (a, b), "", [], lines.notes, [a.mean, b.mean]
-        title, points, differ = (
-            f"{a.name} (A) and {b.name} (B)",
-            difference_points(a, b, lines),
-            difference_sections(a, b, lines),
-        )
+        title, points = f"{a.name} (A) and {b.name} (B)", difference_points(a, b, lines)
+        differ = difference_sections(a, b, lines)
         numbers = {
             "schema_version": SCHEMA_VERSION,
             "runs": [machine(run) for run in runs],

@@ -218,7 +218,7 @@ def lines_chart(
     x_of, below = x_axis(*ends)
     inside = [mark for mark in marks if ends[0] <= mark.step <= ends[1]]
     # Faint values lie below all lines, and dots above them.
-    faint, curves, above, texts = [], [], [], []
+    faint, curves, above, texts = list[str](), list[str](), list[str](), list[str]()
     for colour, (name, xs, ys), mean in zip(cycle(_COLOURS), series, means, strict=False):
         stroke = f'stroke="var({colour})"' + (' stroke-dasharray="6 4"' if curves else "")
         if mean is not ys:
