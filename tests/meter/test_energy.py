@@ -2,14 +2,18 @@
 
 # ruff: noqa: N802 - the stand-in's functions have NVML's names
 
+import json
 import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
+from headway.devices import Peak
 from headway.errors import UsageError
-from headway.meter.energy import EnergyMeter, clocks_of
+from headway.log.boundary import ErrorBoundary
+from headway.meter.energy import EnergyMeter, StateSampler, WindowEnergy, clocks_of
+from headway.meter.tally import WHOLE, Sums, Tally
 from headway.version import install_command
 
 GPUS = ["GPU-aaaa1111-0000", "GPU-aaaa2222-0000", "GPU-bbbb3333-0000"]
@@ -203,3 +207,52 @@ def test_a_gpu_at_work_draws_energy():
         x = torch.nn.functional.normalize(x @ x)
     torch.cuda.synchronize()
     assert meter.joules() > 1.0  # 300 products of 137 GFLOP take any GPU more than 10 ms at more than 100 W
+
+
+@pytest.fixture
+def busy(boards):
+    """Boards that tell their state; the second one is hot, and its clock is held."""
+    boards.NVML_TEMPERATURE_GPU = 0
+    boards.nvmlDeviceGetPowerUsage = lambda handle: {GPUS[0]: 690_000, GPUS[1]: 420_000}[handle]
+    boards.nvmlDeviceGetTemperature = lambda handle, kind: {GPUS[0]: 61, GPUS[1]: 88}[handle] + kind
+    boards.nvmlDeviceGetUtilizationRates = lambda _: SimpleNamespace(gpu=97, memory=40)
+    boards.nvmlDeviceGetCurrentClocksThrottleReasons = lambda handle: {GPUS[0]: 0, GPUS[1]: 0x44}[handle]
+    return boards
+
+
+def sampled(index, clock, times):
+    """Sums of a rank's windows, with as many looks for a sample as times are given."""
+    sampler = StateSampler(
+        WindowEnergy(torch.device("cuda", index), ErrorBoundary()), ErrorBoundary(), lambda: clock[0]
+    )
+    sums = Sums()
+    for clock[0] in times:
+        sampler.add_to(sums)
+    return sums
+
+
+def test_a_sample_of_the_device_is_taken_every_ten_seconds(busy):
+    sums = sampled(0, [0.0], [1.0, 9.9, 10.0, 11.0, 19.0, 20.5])
+    assert sums[WHOLE, "num_states"] == 2
+    assert (sums[WHOLE, "state sm_mhz"], sums[WHOLE, "state power_mw"]) == (2 * 1755, 2 * 690_000)
+
+
+def test_the_record_has_the_rank_whose_clock_is_held_most_and_the_reasons(busy):
+    ranks = [sampled(index, [0.0], [30.0]) for index in (0, 1)]
+    for sums in ranks:
+        sums.update({(WHOLE, "num_steps"): 1, (WHOLE, "wall_ns"): 10**9})
+    window = Tally(Peak("x", 1e12, "bf16", "s")).window(ranks, 0, 1, {})
+    state = window.to_dict()["machine_state"]
+    assert state["rank"] == 1
+    assert (state["sm_mhz"], state["most_sm_mhz"], state["temperature_c"]) == (990, 1980, 88)
+    assert state["limits"] == ["heat", "power"]
+    assert 0 <= state["processor_percent"] <= 100
+    assert len(json.dumps(state)) < 250  # of the 1,000 bytes of a step's line
+    assert window.machine_state == state
+
+
+def test_what_nvml_does_not_tell_is_left_out(busy):
+    del busy.nvmlDeviceGetPowerUsage
+    busy.failure = "Not Supported"  # by the counter of energy and the present clock
+    state = EnergyMeter(0).state()
+    assert state == {"most_sm_mhz": 1980, "temperature_c": 61, "utilisation_percent": 97}

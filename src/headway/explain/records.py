@@ -316,6 +316,17 @@ def _notes_of_work(unsaid: Counter[str], waterfalls: list[StepWaterfall], entrie
     return notes
 
 
+def _clock(state: Any) -> tuple[float | None, tuple[str, ...]]:
+    """Clock of a device over its highest, and the reasons that held it; of a device at work."""
+    state = state if isinstance(state, Mapping) else {}
+    now, most = quantity(state.get("sm_mhz")), quantity(state.get("most_sm_mhz"))
+    reasons = state.get("limits")
+    limits = tuple(map(str, reasons)) if isinstance(reasons, list) else ()
+    if not now or not most or "idle" in limits:
+        return None, ()
+    return min(1.0, now / most), limits
+
+
 def _run_step(entry: RecordedStep, waterfall: StepWaterfall, memory_bytes: int | None) -> RunStep:
     record = entry.record
     ns = {line.key: line.ns for line in waterfall.lines}
@@ -328,6 +339,7 @@ def _run_step(entry: RecordedStep, waterfall: StepWaterfall, memory_bytes: int |
     work = useful_ns or tokens
     peak_memory, slowest = quantity(record.get("peak_memory_bytes")), record.get("slowest_rank")
     memory_bytes = memory_bytes or integer(record.get("device_memory_bytes") or 0)
+    clock, limits = _clock(record.get("machine_state"))
     lead_s, late_rank = record.get("host_lead_s"), record.get("late_rank")
     return RunStep(
         step=entry.step,
@@ -346,6 +358,8 @@ def _run_step(entry: RecordedStep, waterfall: StepWaterfall, memory_bytes: int |
         padding_ns=ns.get("padding", 0),
         empty_share=quantity(record.get("padding_share")) or 0.0,
         recomputed_ns=ns.get("recomputation", 0),
+        clock=clock,
+        limits=limits,
         stage=_stage(record),
         phases_ns=entry.phases_ns(),
         lead_ns=None if lead_s is None else round((quantity(lead_s) or 0.0) * 1e9),

@@ -19,7 +19,7 @@ _GROUPS = {
         "compiled", "recompiles", "recompile_guards", "is_warmup", "supervised_per_s", "mfu_of_all_devices",
         "compile_s", "evaluation_s", "checkpoint_s", "collection_s", "num_profiled", "num_sampled", "phases_s",
         "host_s", "host_lead_s", "num_skipped", "device_memory_bytes", "weights_dtype", "optimizer", "places",
-        "anomaly_mode", "extra_passes", "core_wait_s",
+        "anomaly_mode", "machine_state", "extra_passes", "core_wait_s",
     ),
     "data": (
         "tokens", "slots", "segments", "images", "videos", "patches", "audio_frames", "packs", "fill", "padding_share",

@@ -25,7 +25,7 @@ _MAX_PENDING = 1000  # records that may wait for MLflow
 
 
 # Entries of a step's record that are no curves: constants, numbers for each rank, lines of code.
-_FOR_FILES = {"schema_version", "rank_flops", "rank_flops_per_busy_s", "places", "optimizer"}
+_FOR_FILES = {"schema_version", "rank_flops", "rank_flops_per_busy_s", "places", "optimizer", "machine_state"}
 
 
 def tracked(record: Mapping[str, Any]) -> tuple[dict[str, int | float], dict[str, str]]:

@@ -1,7 +1,9 @@
-"""Energy that a GPU has drawn, from the board's own counter; None without such a counter."""
+"""Energy that a GPU has drawn, from the board's own counter, and samples of its state and of the processor's."""
 
 import os
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from headway.errors import UsageError
@@ -10,6 +12,22 @@ from headway.meter.tally import WHOLE, Sums
 from headway.version import install_command
 
 _ENERGY = "The energy of this rank's device"
+_STATE = "The state of this rank's device and processor"
+_SAMPLE_EVERY_S = 10.0  # a hundredth of a per cent of the loop, by 1 ms a sample
+_LIMITS = {
+    0x1: "idle",
+    0x2: "set clocks",
+    0x4: "power",
+    0x8: "hardware",
+    0x20: "heat",
+    0x40: "heat",
+    0x80: "power supply",
+}
+"""Reasons that hold a GPU's clock below its highest, by NVML's bits.
+
+Source: NVML API reference, nvmlClocksEventReasons: GpuIdle, ApplicationsClocksSetting, SwPowerCap, HwSlowdown,
+SwThermalSlowdown, HwThermalSlowdown, HwPowerBrakeSlowdown.
+"""
 
 
 class EnergyMeter:
@@ -69,22 +87,81 @@ class EnergyMeter:
             return None
         return float(total_mj - self._start_mj) / 1000
 
+    def state(self) -> dict[str, int]:
+        """Read what the board is doing now: clocks, power, temperature, load, and what holds its clock.
+
+        Returns:
+            `sm_mhz` and `most_sm_mhz` [MHz], `power_mw` [mW], `temperature_c` [degrees Celsius], `utilisation_percent`
+            [%], and a 1 for each `limit NAME` that holds; without those that NVML does not tell.
+        """
+        nvml, handle = self._nvml, self._handle
+        if handle is None:
+            return {}
+        readers: dict[str, Callable[[], Any]] = {
+            "sm_mhz": lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
+            "most_sm_mhz": lambda: nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM),
+            "power_mw": lambda: nvml.nvmlDeviceGetPowerUsage(handle),
+            "temperature_c": lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
+            "utilisation_percent": lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu,
+        }
+        values: dict[str, int] = {}
+        for name, reader in readers.items():
+            with suppress(nvml.NVMLError, AttributeError):  # AttributeError: an older pynvml has no such call
+                values[name] = int(reader())
+        with suppress(nvml.NVMLError, AttributeError):
+            bits = int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
+            values |= {f"limit {name}": 1 for bit, name in _LIMITS.items() if bits & bit}
+        return values
+
 
 def clocks_of(device: Any) -> dict[str, int] | None:
     """Read the clock of a GPU's multiprocessors now, and the highest it may have [MHz]; None if NVML has neither.
 
     Source: NVML API reference, nvmlDeviceGetClockInfo and nvmlDeviceGetMaxClockInfo.
     """
-    meter = EnergyMeter(device.index or 0) if device is not None and device.type == "cuda" else None
-    if meter is None or meter._handle is None:
-        return None
-    nvml = meter._nvml
+    state = EnergyMeter(device.index or 0).state() if device is not None and device.type == "cuda" else {}
+    clocks = {name: value for name, value in state.items() if name in ("sm_mhz", "most_sm_mhz")}
+    return clocks if len(clocks) == 2 else None
+
+
+class StateSampler:
+    """Samples of a rank's device and processor beside its steps, one in ten seconds at the end of a window.
+
+    The processor is read by psutil, where that is installed.
+
+    Args:
+        energy: of the rank's device; None without a GPU.
+        boundary: around the readings: where one fails, there is no sample.
+        clock: the host's monotonic clock [s].
+    """
+
+    def __init__(self, energy: "WindowEnergy | None", boundary: ErrorBoundary, clock: Callable[[], float]) -> None:
+        self._energy, self._boundary, self._clock = energy, boundary, clock
+        self._next_s = clock() + _SAMPLE_EVERY_S  # the first steps compile and warm up
+        _processor()  # loads are those since the call before
+
+    def add_to(self, sums: Sums) -> None:
+        """Add a sample to a window's sums, if the last one is old enough."""
+        if self._clock() < self._next_s:
+            return
+        self._next_s = self._clock() + _SAMPLE_EVERY_S
+        with self._boundary.guard(_STATE):
+            state = (self._energy.state() if self._energy is not None else {}) | _processor()
+            sums.update({(WHOLE, f"state {name}"): value for name, value in state.items()})
+            sums[WHOLE, "num_states"] += bool(state)
+
+
+def _processor() -> dict[str, int]:
+    """Load of the host's processor since the call before [%], and its clock now [MHz]; empty without psutil."""
     try:
-        now = nvml.nvmlDeviceGetClockInfo(meter._handle, nvml.NVML_CLOCK_SM)
-        most = nvml.nvmlDeviceGetMaxClockInfo(meter._handle, nvml.NVML_CLOCK_SM)
-    except nvml.NVMLError:
-        return None
-    return {"sm_mhz": int(now), "most_sm_mhz": int(most)}
+        import psutil
+    except ModuleNotFoundError:
+        return {}
+    frequency = None
+    with suppress(OSError, RuntimeError, NotImplementedError):  # a virtual machine tells none
+        frequency = psutil.cpu_freq()
+    clock = {} if frequency is None else {"processor_mhz": round(frequency.current)}
+    return {"processor_percent": round(psutil.cpu_percent()), **clock}
 
 
 class WindowEnergy:
@@ -105,6 +182,10 @@ class WindowEnergy:
         self._mark_j = 0.0
         self._counted_j: float | None = 0.0
         self._has_counted = False
+
+    def state(self) -> dict[str, int]:
+        """Read what the device is doing now, as `EnergyMeter.state`; empty without NVML."""
+        return {} if self._meter is None else self._meter.state()
 
     def leave(self) -> None:
         """Note that training stops for a while."""

@@ -10,7 +10,7 @@ from headway.errors import UsageError
 from headway.log.boundary import ErrorBoundary
 from headway.meter import clock as meter_clock
 from headway.meter.clock import ForwardTimer, Mark, Span
-from headway.meter.energy import WindowEnergy
+from headway.meter.energy import StateSampler, WindowEnergy
 from headway.meter.environment import Compilation
 from headway.meter.goodput import Goodput
 from headway.meter.goodput_report import Bucket
@@ -96,6 +96,7 @@ class StepClock:
         self.watchers: list[LoopWatcher] = []
         self._clock = clock or meter_clock.now_s
         self._energy: WindowEnergy | None = None  # None without a GPU
+        self._sampler: StateSampler | None = None  # None before the start
         self._phases: PhaseTimer | None = None
         self._forwards: ForwardTimer | None = None  # None where there is no module
         self.peak: Peak
@@ -122,6 +123,8 @@ class StepClock:
         else:
             self._core_wait = meter_clock.CoreWait()
             self._core_waited()
+        with self.boundary.guard("The state of this rank's device and processor"):
+            self._sampler = StateSampler(self._energy, self.boundary, self._clock)
         self._mark().wait()
         self._last = self._mark()
         self._charge("step")

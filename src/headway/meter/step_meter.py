@@ -400,11 +400,13 @@ class StepMeter(StepClock, ABC):
         return self.steps_before + self.num_steps - len(self._pending.steps)
 
     def _with_readings(self, sums: Sums) -> tuple[int, Sums]:
-        """Add the energy of steps to their sums; returns the largest memory so far as well [bytes], 0 if unknown."""
+        """Add energy and state of the device to sums of steps; returns the largest memory so far too [bytes], or 0."""
         if self._energy is None:
             sums[WHOLE, "num_without_energy"] += 1
         else:
             self._energy.add_to(sums)
+        if self._sampler is not None:
+            self._sampler.add_to(sums)
         largest = 0
         with self.boundary.guard("The peak of this rank's memory"):
             largest = largest_memory(self.device)

@@ -189,6 +189,7 @@ class Tally:
             "rank_busy_s": tuple(rank[WHOLE, "busy_ns"] / NS for rank in ranks),
             "rank_busy_flops": tuple(rank[WHOLE, "busy_flops"] // self.batch_ranks for rank in billed),
             "peak_memory_bytes": self._memory,
+            **_state(ranks),
             **(_sampled(ranks) if first[WHOLE, "num_sampled"] else {}),
             "extra_passes": _extra(first),
         }
@@ -238,6 +239,23 @@ def _extra(first: Sums) -> dict[str, float]:
     for name, number in numbers.items():
         extra |= {name: number, f"{name}_s": first[WHOLE, f"extra_{name}_ns"] / NS} if number else {}
     return extra
+
+
+def _state(ranks: Sequence[Sums]) -> dict[str, Any]:
+    """Describe the state of the device whose clock is furthest below its highest, and of that rank's processor."""
+    states: list[dict[str, Any]] = []
+    for rank, sums in enumerate(ranks):
+        if number := sums[WHOLE, "num_states"]:
+            readings = {
+                key[1].removeprefix("state "): value for key, value in sums.items() if key[1].startswith("state ")
+            }
+            state = {name: round(value / number) for name, value in readings.items() if not name.startswith("limit ")}
+            limits = sorted(name.removeprefix("limit ") for name in readings.keys() - state.keys())
+            own = {"rank": rank} if len(ranks) > 1 else {}
+            states.append({**own, **state, **({"limits": limits} if limits else {})})
+    if not states:
+        return {}
+    return {"machine_state": min(states, key=lambda state: state.get("sm_mhz", 1) / state.get("most_sm_mhz", 1))}
 
 
 def _sampled(ranks: Sequence[Sums]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ _UNMEASURED: Mapping[str, Any] = {
     **dict.fromkeys(("phases_s", "host_s", "host_lead_s", "late_rank", "late_rank_s", "late_rank_phase")),
     "extra_passes": {}, "phases": {}, "num_skipped": 0, "bytes_moved": 0, "energy_j": math.nan,
     **dict.fromkeys(_OF_RANKS, ()), "peak_memory_bytes": 0,
-    **dict.fromkeys(("device_memory_bytes", "weights_dtype", "optimizer", "places", "anomaly_mode")),
+    **dict.fromkeys(("device_memory_bytes", "weights_dtype", "optimizer", "places", "anomaly_mode", "machine_state")),
 }  # fmt: skip
 
 
@@ -191,6 +191,12 @@ class Window:
     peak_memory_bytes = _Entry("Largest memory allocated on any rank since the run began [bytes]; 0 where unknown.")
     ceiling_flops_per_s = _Entry("Rate measured on one such device; NaN where it was not.")
     peak_bytes_per_s = _Entry("Memory bandwidth of one device [B/s]; NaN where it is not known.")
+    machine_state = _Entry(
+        "State of the device whose clock is furthest below its highest, and of its processor: `sm_mhz`, `most_sm_mhz`, "
+        "`power_mw`, `temperature_c`, `utilisation_percent`, `limits` of the clock, `processor_percent` and "
+        "`processor_mhz`; None where nobody sampled it.",
+        unknown=None,
+    )
     energy_j = _Entry("Energy that the boards of all ranks drew [J]; NaN where one cannot tell.")
     bytes_moved = _Entry("Bytes that all ranks moved at least; 0 where the meter has no optimizer.", unknown=0)
 

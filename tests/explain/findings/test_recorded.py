@@ -1,9 +1,12 @@
 """Runs whose records tell where the time of their steps went, each with one fault."""
 
+import json
+
 import pytest
 
 from headway.explain.findings.evidence import RunEvidence, RunStep
 from headway.explain.findings.rules import find
+from helpers.pages import write_run
 
 SECOND = 10**9
 HEALTHY = {
@@ -58,6 +61,8 @@ LOOP = {"optimizer": {"name": "AdamW", "num_tensors": 100, "mode": "loop"}}
         (recorded(extra={"backward": (1, SECOND // 4)}), "uncounted-products", 0.25),
         (recorded(extra={"update": (7, SECOND // 4)}), "update-each-pass", 0.25),
         (recorded(core_wait_ns=SECOND // 2), "shared-cores", 0.5),
+        (recorded(clock=0.7, limits=("heat",)), "throttled-clocks", 0.3),
+        (recorded(clock=0.95, limits=("power",)), None, 0),  # as boards at their power limit run
     ],
 )
 def test_each_rule_speaks_of_its_fault_and_of_nothing_else(steps, wanted, share):
@@ -91,3 +96,15 @@ def test_the_largest_loss_comes_first():
     findings = find(run=RunEvidence(steps))
     assert [finding.id for finding in findings] == ["checkpoint", "garbage-collection"]
     assert findings[0].share > findings[1].share
+
+
+def test_a_clock_that_fell_is_told_with_its_reasons_and_an_idle_one_is_not(headway, tmp_path):
+    def finding_of(**state):
+        folder = write_run(tmp_path / "run", 40, machine_state={"most_sm_mhz": 1980, **state})
+        found = json.loads(headway("explain", folder, "--json").out)["findings"]
+        return next((finding for finding in found if finding["id"] == "throttled-clocks"), None)
+
+    hot = finding_of(sm_mhz=1188, limits=["heat", "power"])
+    assert "40% below its highest in 40 samples beside the steps, held by heat and power" in hot["seen"]
+    assert finding_of(sm_mhz=300, limits=["idle"]) is None
+    assert finding_of(sm_mhz="1188", limits=7) is None  # what a stranger wrote

@@ -337,6 +337,25 @@ def throttled_clocks(evidence: StepEvidence) -> Observation | None:
     )
 
 
+def recorded_clocks(evidence: RunEvidence) -> Observation | None:
+    """A clock below its highest in samples beside the steps, with the reasons that the driver gives."""
+    sampled = [step for step in evidence.steps if step.clock is not None]
+    if not sampled:
+        return None
+    slower = 1 - median(step.clock or 1.0 for step in sampled)
+    ns = round(slower * sum(step.duration_ns - step.waited_ns for step in evidence.steps))
+    reasons = [name for name, _ in Counter(limit for step in sampled for limit in step.limits).most_common()]
+    by_reasons = f", held by {' and '.join(reasons)}" if reasons else ""
+    return Observation(
+        ns,
+        f"the device's clock was {slower:.0%} below its highest in {len(sampled)} samples beside the steps"
+        f"{by_reasons}.",
+        "the device is at its power limit or too hot, or its clocks are set low.",
+        "nvidia-smi -q -d PERFORMANCE,CLOCK for the reason; a higher power limit, better cooling, or less of both "
+        "where the limit is meant: then MFU is to be read against the lower clock.",
+    )
+
+
 def recorded_padding(evidence: RunEvidence) -> Observation | None:
     """Slots without a token, on which layers spend as much as on tokens."""
     ns = sum(step.padding_ns for step in evidence.steps)
@@ -387,5 +406,9 @@ RULES = (
     Rule("vision-tower", RuleObserver(vision_tower, 0.30, place=FindingPlace.CHOICE, lines=("slow", "matmul"))),
     Rule("uneven-experts", RuleObserver(uneven_experts, 0.05, lines=("slow", "communication"))),
     # Boards vary by some per cent, and a product at its power limit runs 5 to 10 % below the highest clock.
-    Rule("throttled-clocks", RuleObserver(throttled_clocks, 0.10, lines=("slow", "matmul"))),
+    Rule(
+        "throttled-clocks",
+        RuleObserver(throttled_clocks, 0.10, lines=("slow", "matmul")),
+        RuleObserver(recorded_clocks, 0.10),
+    ),
 )

@@ -63,6 +63,8 @@ class RunStep:
     # about the loop, as its record has them: `optimizer`, `anomaly_mode`, `weights_dtype`
     facts: Mapping[str, Any] = field(default_factory=dict)
     loop_phases: tuple[PhaseLine, ...] = ()  # phases that the loop names
+    clock: float | None = None  # clock of a busy device / its highest, a fraction; None where it was not sampled
+    limits: tuple[str, ...] = ()  # reasons that held this clock
 
 
 Step = TypeVar("Step", StepWaterfall, RunStep)
