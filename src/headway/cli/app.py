@@ -34,7 +34,7 @@ _ERROR_WIDTH = 120  # width of an error where stderr is no terminal [characters]
 _COMMANDS = {
     "flops": ("flops", "Count the exact FLOPs of a training step."),
     "compare": ("compare", "Show one step as every tool would print it."),
-    "audit": ("audit", "Restate a training log of another tool."),
+    "audit": ("audit", "Recompute the MFU of a training log of another tool."),
     "mfu": ("mfu", "Relate step time, tokens/s, MFU, chips, days and cost."),
     "goodput": ("records", "Show where a run's wall time went, restarts included."),
     "explain": ("explain", "Show where every second of a step went."),
