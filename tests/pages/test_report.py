@@ -174,9 +174,16 @@ def test_a_resumed_run_has_each_step_once(tmp_path):
 
 def test_a_file_of_a_meter_and_missing_numbers_leave_sections_out(tmp_path):
     path = tmp_path / "mine.jsonl"
-    path.write_text("".join(f'{{"step": {n}, "step_s": 0.5}}\n' for n in (1, 2, 3)))
+    path.write_text("".join(f'{{"step": {n}, "step_s": 0.5, "tokens_per_s": 0.0}}\n' for n in (1, 2, 3)))
     text = report_page(read_run(path))
-    for absent in ("<dt>MFU", "Gradient norm", "FLOPs by component", "Tokens by source", "wall time goes"):
+    for absent in (
+        "<dt>MFU",
+        "<dt>Tokens/s",
+        "Gradient norm",
+        "FLOPs by component",
+        "Tokens by source",
+        "wall time goes",
+    ):
         assert absent not in text
 
 

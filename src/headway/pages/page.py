@@ -232,7 +232,7 @@ def measures_of(run: ReportedRun) -> dict[str, Measure]:
         mean = run.mean.mfu if run.mean.mfu is not None else median or 0.0
         remark = "" if median is None or run.mean.mfu is None else f"median step {format_share(median)}"
         measures["MFU"] = Measure(mean, format_share(mean), remark, is_share=True)
-    if rates := values_of("tokens_per_s"):
+    if any(rates := values_of("tokens_per_s")):  # a model without tokens has none
         tokens, wall_s = sum(values_of("tokens")), sum(values_of("wall_s"))
         rate = (
             tokens / wall_s
