@@ -21,7 +21,6 @@ _MOSTLY = 0.8
 _BY_CHANCE = 0.5  # part of the ranks' waiting for cores; ranks with equal work came a fifth of that apart
 _MANY = 32  # exchanges of one kind a step; buckets of gradients are fewer
 _GATHERS = ("all_gather",)
-_OF_SHARDS = ("all_gather", "reduce_scatter")
 # Names of collectives, as NCCL, RCCL, Gloo and c10d write them; one that holds another stands first.
 _COLLECTIVE = re.compile(
     r"(?P<reduce_scatter>reduce_?scatter)|(?P<all_gather>all_?gather)|(?P<all_reduce>all_?reduce)|"
@@ -195,8 +194,8 @@ def exposed_communication(evidence: StepEvidence) -> Observation | None:
         many = kind.number / evidence.num_steps
         which = f", {kind.ns / all_ns:.0%} of it in {many:,.0f} {name.replace('_', '-')}s a step"
     row = "many" if kind.number > _MANY * evidence.num_steps else name
-    # Ranks meet anew in each of many exchanges, so that waiting in them is theirs; those of shards hide behind work.
-    ns = max(ns, kind.ns) if row == "many" and name not in _OF_SHARDS else ns
+    # Ranks meet anew in each of many exchanges, so that waiting is theirs; exchanges of shards hide behind work.
+    ns = max(ns, kind.ns) if row == "many" and not _is_sharded(evidence) else ns
     cause, advice = _EXCHANGES.get(row, _EXCHANGES[""])
     return Observation(
         ns,
