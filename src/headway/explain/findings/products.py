@@ -200,12 +200,12 @@ def recorded_uncounted(evidence: RunEvidence) -> Observation | None:
     kind = max(("forward", "backward"), key=lambda kind: _extra(evidence, kind).ns)
     extra = _extra(evidence, kind)
     cause, advice, _ = _UNCOUNTED_WORK[kind]
-    what = f"{kind}s more than it has forwards" if kind == "backward" else "forwards without a backward"
+    what = "backwards beyond the forwards" if kind == "backward" else "forwards without a backward"
     return extra._replace(
-        message=f"a step has {extra.message} {what}, which nobody counted: {evidence.share(extra.ns)} of the time.",
+        message=f"{what} that nobody counted, {extra.message} a step, took {evidence.share(extra.ns)} of the time.",
         cause=cause,
         next=advice,
-        once=f"{what}, which nobody counted, took {{}}",
+        once=f"{what} that nobody counted took {{}}",
     )
 
 
@@ -214,7 +214,8 @@ def recorded_updates(evidence: RunEvidence) -> Observation | None:
     if any(step.loop_phases for step in evidence.steps):  # several updates on one rollout are how it learns
         return None
     extra = _extra(evidence, "update")
-    return extra._replace(message=_UPDATES.format(f"{extra.message} times more than once", evidence.share(extra.ns)))
+    number = f"{float(extra.message or 0) + 1:,.3g} times"
+    return extra._replace(message=_UPDATES.format(number, evidence.share(extra.ns)))
 
 
 def _extra(evidence: RunEvidence, kind: str) -> Observation:
