@@ -35,6 +35,16 @@ def test_a_log_of_another_tool_is_a_page(headway, tmp_path):
     assert "<figcaption><h3>Tokens per second" in page
 
 
+def test_a_log_without_times_has_no_part_of_a_step_to_show(headway, tmp_path):
+    (tmp_path / "hf.log").write_text(
+        "".join(f"{{'loss': {9 - n}.5, 'grad_norm': 1.0, 'learning_rate': 1e-5, 'epoch': 0.0{n}}}\n" for n in range(6))
+    )
+    result = headway("report", tmp_path / "hf.log", "-o", tmp_path / "page.html")
+    assert "from 9.5" in result.out
+    for text in (result.out, (tmp_path / "page.html").read_text()):
+        assert "step's time" not in text.replace("&#39;", "'")
+
+
 def test_two_logs_are_named_apart(headway, tmp_path):
     for name in ("before", "after"):
         (tmp_path / name).mkdir()

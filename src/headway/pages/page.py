@@ -87,7 +87,12 @@ class RunPage:
     @property
     def sections(self) -> list[ReportSection]:
         """Sections of the first screen as text."""
-        return [self.tiles, *([self.time, self.change] if self.time else [])]
+        return [part for part in (self.tiles, self.time, self.change if self.has_change else None) if part]
+
+    @property
+    def has_change(self) -> bool:
+        """True if there is a step's time or a finding to speak of."""
+        return bool(self.time or self.findings or self.points)
 
     def cells(self, ns: Sequence[int]) -> list[str]:
         """A time of each run beside the step, as its table has it."""
@@ -134,6 +139,8 @@ def page_of(*runs: ReportedRun) -> RunPage:
             "settings": {name: [of_a, of_b] for name, of_a, of_b in settings_that_differ(a, b).rows},
         }
     letters = ("A: ", "B: ") if points else ("",)
+    # A log that tells neither times nor work has one part, of which nothing is known.
+    parts, is_timed = steps.step_parts(means), all(mean.is_timed for mean in means)
     dots = [line for run in runs if (line := held_out_loss(run.evaluations)) is not None]
     chart = partial(
         steps.series_charts, [run.records for run in runs], marks=runs[0].marks if len(runs) == 1 else (),
@@ -143,10 +150,10 @@ def page_of(*runs: ReportedRun) -> RunPage:
         title=title,
         facts=[f"{letter}{' · '.join(facts_of(run))}" for letter, run in zip(letters, runs, strict=True)],
         tiles=_tiles([measures_of(run) for run in runs]),
-        time=steps.time_section(means, about),
-        parts=steps.step_parts(means),
+        time=steps.time_section(means, about) if is_timed or len(parts) > 1 else None,
+        parts=parts,
         totals=[mean.duration_ns for mean in means],
-        is_timed=all(mean.is_timed for mean in means),
+        is_timed=is_timed,
         findings=findings,
         points=points,
         charts=chart(steps.FIRST),
