@@ -93,7 +93,7 @@ def audit(
     skip: SkipOption = 0,
     as_json: options.JsonOption = False,
 ) -> None:
-    """Find out how a log's MFU was counted, restate it in `useful`, and attribute the difference factor by factor.
+    """Find out how a log's MFU was counted, recompute it by useful FLOPs, and name the factors of the difference.
 
     --segments or --splits, --images, --latents and --slots describe a piece of the data, such as one row; without
     segments a row holds one sample of --seq-len tokens.
