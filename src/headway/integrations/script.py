@@ -15,8 +15,8 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,8 +37,7 @@ from headway.version import __version__
 
 _EVERY_S, _LOG_EVERY = 1.0, 20  # time of a record [s], and steps of a record of several ranks
 _LOGGED_SINGLY = 10  # first steps, which have a record each
-_PROFILED_STEPS = 3
-_PROFILED_AFTER = 10  # steps before the profile, which is compared with them
+_PROFILED = range(10, 13)  # steps of a profile, which are compared with those before
 _MOST_SEARCHES = 3  # searches that end without a model
 _UNSEEN = 3  # steps without a forward of the model, after which it is looked for again
 
@@ -190,6 +189,10 @@ class _NotedAttribute:
             self._event()
 
 
+# Attributes of an iterator that it reads as it is asked for a batch, and writes once it has one.
+_DATA_EVENTS = {"_profile_name": ScriptMeter.hear_of_wait, "_num_yielded": ScriptMeter.got_data}
+
+
 class ScriptWatch:
     """Meters what a script trains, from its first optimizer steps on, until it is closed.
 
@@ -209,7 +212,6 @@ class ScriptWatch:
         self.folder = folder
         self._log_to, self._profiles, self._since_ns, self.report = log_to, profile, since_ns, report
         self._pid, self._thread = os.getpid(), threading.get_ident()
-        self._num_updates = 0  # steps of all optimizers
         self._meter: ScriptMeter | None = None
         self._goodput: Goodput | None = None
         self._profile: ProfiledSteps | None = None
@@ -224,11 +226,9 @@ class ScriptWatch:
         self._num_searches = self._num_unseen = self._num_calls = self._num_steps = 0
         self._handle: Any = None
         self._listen()
-        for name, event, on_read in (
-            ("_profile_name", ScriptMeter.hear_of_wait, True),
-            ("_num_yielded", ScriptMeter.got_data, False),
-        ):
-            setattr(_BaseDataLoaderIter, name, _NotedAttribute(name, partial(self._hear, event), on_read=on_read))
+        for name, event in _DATA_EVENTS.items():
+            attribute = _NotedAttribute(name, partial(self._hear, event), on_read=event is ScriptMeter.hear_of_wait)
+            setattr(_BaseDataLoaderIter, name, attribute)
         os.register_at_fork(after_in_child=partial(_leave_to_parent, weakref.ref(self)))
 
     def _listen(self) -> None:
@@ -249,8 +249,7 @@ class ScriptWatch:
         if self._is_over:
             return
         try:
-            self._num_updates += 1
-            if self._num_updates == 1:
+            if self._clock is None and self._calls is None:
                 self._thread = threading.get_ident()
             if threading.get_ident() == self._thread:
                 self._take(optimizer)
@@ -270,12 +269,8 @@ class ScriptWatch:
                 calls, self._calls = self._calls.close(), None
                 self._meter_some_of(calls)
         elif optimizer not in self._known and self._num_searches < _MOST_SEARCHES:
-            self._search(optimizer)
-
-    def _search(self, optimizer: Optimizer) -> None:
-        self._calls, self._first = Calls(), weakref.ref(optimizer)
-        self._seen = weakref.WeakSet([optimizer])
-        self._num_steps = 0 if self._meter is None else self._meter.num_steps
+            self._calls, self._first, self._seen = Calls(), weakref.ref(optimizer), weakref.WeakSet([optimizer])
+            self._num_steps = 0 if self._meter is None else self._meter.num_steps
 
     def _end_step(self, meter: ScriptMeter) -> None:
         self._num_unseen = self._num_unseen + 1 if meter.num_calls == self._num_calls else 0
@@ -312,7 +307,7 @@ class ScriptWatch:
             self.folder.mkdir(parents=True, exist_ok=True)
         if is_first and self._goodput is None:
             self._goodput = Goodput(self.folder / FILE_NAME, since_ns=self._since_ns)
-        with warnings.catch_warnings(record=True, action="always") as notes:  # a script may make errors of them
+        with _warnings_taken() as texts:
             meter = ScriptMeter(
                 _bare(trained.module),
                 is_training=trained.is_training,
@@ -321,15 +316,13 @@ class ScriptWatch:
                 log_to=[f"jsonl:{self.folder / METRICS}", *self._log_to],
                 steps_before=2 if self._run is None else self._run.step,
             )
-        for note in notes:
-            self.report(f"Warning: {note.message}")
+        for text in texts:
+            self.report(f"Warning: {text}")
         meter.on_failure = self._warn_of_failure
-        if self._profiles:
-            first = meter.steps_before + _PROFILED_AFTER
-            steps = range(first, first + _PROFILED_STEPS)
+        if self._profiles and self._profile is None:
+            steps = range(_PROFILED.start + meter.steps_before, _PROFILED.stop + meter.steps_before)
             self._profile = ProfiledSteps(meter, self.folder / "profile", steps=steps, report=self.report)
             self._profile.__enter__()
-            self._profiles = False
         self._clock, self._num_calls, self._num_unseen = weakref.ref(optimizer), 0, 0
         meter.start()
         self._meter = meter
@@ -352,7 +345,7 @@ class ScriptWatch:
 
     def _end_meter(self, meter: ScriptMeter, *, is_whole: bool) -> None:
         self._meter = None
-        with warnings.catch_warnings(action="ignore"):  # a run without a step that counts is told in its line
+        with _warnings_taken():  # a run without a step that counts is told in its line
             run = meter.end(is_whole=is_whole)
             if self._profile is not None:
                 self._profile.__exit__(None, None, None)
@@ -368,9 +361,8 @@ class ScriptWatch:
             return
         self._is_over = True
         self._handle.remove()
-        for name in ("_profile_name", "_num_yielded"):
-            if isinstance(vars(_BaseDataLoaderIter).get(name), _NotedAttribute):
-                delattr(_BaseDataLoaderIter, name)
+        for name in _DATA_EVENTS:
+            delattr(_BaseDataLoaderIter, name)
         if self._calls is not None:
             self._calls.close()
         if self._meter is not None:
@@ -402,9 +394,10 @@ class NotebookWatch:
         events: of IPython's shell.
     """
 
+    _watch: ScriptWatch | None = None
+
     def __init__(self, events: Any) -> None:
         self._events = events
-        self._watch: ScriptWatch | None = None
         events.register("pre_run_cell", self.begin)
         events.register("post_run_cell", self.end)
         self.begin()
@@ -429,6 +422,17 @@ class NotebookWatch:
         self._events.unregister("pre_run_cell", self.begin)
         self._events.unregister("post_run_cell", self.end)
         self.end()
+
+
+@contextmanager
+def _warnings_taken() -> Iterator[list[str]]:
+    """Take warnings: a script may make errors of them, and to change Python's filters would show its own again."""
+    texts: list[str] = []
+    warn, warnings.warn = warnings.warn, lambda text, *_, **__: texts.append(str(text))  # type: ignore[assignment]
+    try:
+        yield texts
+    finally:
+        warnings.warn = warn
 
 
 def _leave_to_parent(watch: "weakref.ref[ScriptWatch]") -> None:
@@ -461,16 +465,13 @@ def _trained(calls: Sequence[Call], optimizers: Sequence[Optimizer]) -> Call | N
     """Find the outermost module of which optimizers update most; a module compiled in place runs around all hooks."""
     candidates = [call for call in calls if call.has_gradients]
     if not candidates:
-        candidates = [Call(m, m.training, True) for m in gc.get_objects() if _is_compiled_in_place(m)]
+        modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
+        candidates = [Call(m, m.training, True) for m in modules if m._compiled_call_impl is not None]
     sizes = [(_owned(call.module, optimizers), sum(1 for _ in call.module.modules())) for call in candidates]
     if not any(owned for owned, _ in sizes):  # optimizers of flat or doubled weights have tensors of their own
         sizes = [(sum(p.numel() for p in call.module.parameters() if p.requires_grad), 0) for call in candidates]
     best = max(sizes, default=(0, 0))
     return candidates[sizes.index(best)] if best[0] else None
-
-
-def _is_compiled_in_place(thing: Any) -> bool:
-    return issubclass(type(thing), nn.Module) and vars(thing).get("_compiled_call_impl") is not None
 
 
 def _others(calls: Sequence[Call], trained: nn.Module) -> list[nn.Module]:
@@ -486,13 +487,12 @@ def _others(calls: Sequence[Call], trained: nn.Module) -> list[nn.Module]:
 def _facts(meter: ScriptMeter) -> dict[str, Any]:
     """Name what a run was made with, as a page of the run shows it."""
     peak, model = meter.peak, meter.model
-    size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     return {
         "software": {"headway": __version__, "python": platform.python_version(), "torch": torch.__version__},
         "command": ["headway", "run", *sys.argv],
         "host": socket.gethostname(),
         "device": {"name": peak.name, "kind": str(meter.device), "threads": torch.get_num_threads()},
-        "ranks": size,
+        "ranks": torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1,
         "peak": {"flops_per_s": peak.flops_per_s, "dtype": peak.dtype, "kind": peak.kind, "source": peak.source},
         "model": {"class": type(model).__name__, "parameters": sum(p.numel() for p in model.parameters())},
     }
