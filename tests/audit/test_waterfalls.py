@@ -27,7 +27,7 @@ def test_the_printed_mfu_is_the_needed_work_and_the_rest_is_one_line():
         {"useful": 500_000_000, "unseparated": 1_500_000_000},
         {"useful": 600_000_000, "unseparated": 2_400_000_000},
     ]
-    assert any("`headway audit` restates it" in note for note in found.notes)
+    assert any("`headway audit` recomputes it" in note for note in found.notes)
 
 
 def test_a_log_that_tells_nothing_is_refused():

@@ -246,7 +246,7 @@ def test_openrlhf_prints_times_and_no_rate(audit, headway, tmp_path):
         text = " ".join(result.out.split())
         assert result.code == 0, result.err
         assert "takes 54.9 % of the time" in text  # 100 of 182 s
-        assert "`headway audit` restates all phases" in text
+        assert "`headway audit` recomputes all phases" in text
 
 
 @pytest.mark.parametrize(

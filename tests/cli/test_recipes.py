@@ -127,7 +127,7 @@ def test_the_tables_name_what_does_not_fit(headway):
     )
     assert "GiB what fits, by the plan" in text
     assert re.search(
-        r"speed\.recompute=full,-attention [\d.]+ GiB all of a block but attention is computed twice", text
+        r"speed\.recompute=full,-attention [\d.]+ GiB backward recomputes each block except its attention", text
     )
     assert "parameters 7,615,616,512, 7,615,616,512 of them trained" in text
 

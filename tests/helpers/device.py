@@ -235,7 +235,7 @@ class PretendedStep:
 
 
 def pretended_step(config, packs, again=None):
-    """Time a step by its FLOPs: half a second for each pack, and a third more where blocks are computed twice."""
+    """Time a step by its FLOPs: half a second for each pack, and a third more where backward recomputes each block."""
     share = (again or {"none": 0.0, "full": 1 / 3}).get(config.speed.recompute, 0.2)
     ranks = config.parallel.mesh_shape(config.plan.devices).world_size
     return PretendedStep(packs.flops.total / (ranks * RATE) * (1 + share) + 0.5 * config.optim.accumulation)

@@ -94,11 +94,11 @@ def explain_log(log: Log, source: str, *, step: int | None = None, rank: int | N
 def _notes(log: Log, waterfalls: Sequence[StepWaterfall]) -> list[str]:
     """Remarks on the rule of the needed work, on running means and on lines that are left out."""
     if any(waterfall.mfu is not None for waterfall in waterfalls):
-        notes = [f"needed work is what {log.tool} counts by its own rule and peak; `headway audit` restates it."]
+        notes = [f"needed work is what {log.tool} counts by its own rule and peak; `headway audit` recomputes it."]
     elif any(waterfall.phases for waterfall in waterfalls):
         notes = [
-            f"MFU stands at the phases for which {log.tool} prints one, by its own rule; `headway audit` restates all "
-            f"phases with {Argument('model')} and {Argument('device')}."
+            f"MFU stands at the phases for which {log.tool} prints one, by its own rule; `headway audit` recomputes "
+            f"all phases with {Argument('model')} and {Argument('device')}."
         ]
     elif log.rows:
         notes = [

@@ -126,7 +126,7 @@ def dry_run_text(planned: "Prediction") -> str:
     shape, params, packs = planned.shape, planned.params, planned.packs
     experts = f"; experts over {shape.expert}" if shape.expert > 1 else ""
     pairs = [
-        ("model", f"{planned.config.model.path}  (ledger of {planned.model})"),
+        ("model", f"{planned.config.model.path}  (cost model of {planned.model})"),
         ("parameters", f"{params.total:,}, {params.trainable:,} of them trained; a token uses {params.active:,}"),
         (
             "devices",
@@ -220,7 +220,7 @@ def ways_text(planned: "Prediction") -> str:
                 f"{format_bytes(ways[0].peak_bytes)}; train {adapters}a smaller model, or on more devices."
             ]
         )
-    columns = [Column("what fits, by the plan (--set)", "left"), Column("size"), Column("price", "left")]
+    columns = [Column("what fits, by the plan (--set)", "left"), Column("size"), Column("what it costs", "left")]
     return render_table(columns, [[str(way), format_bytes(way.peak_bytes), way.price] for way in ways])
 
 
@@ -289,7 +289,7 @@ def _flops_table(planned: "Prediction", packs: "Packs") -> str:
     ]
     footer = ["step of all devices", format_flops(total), format_share(1.0)]
     footer.append(format_flops(packs.flops.recompute) if packs.flops.recompute else "-")
-    columns = [Column("useful FLOPs", "left"), Column("of a step"), Column("share"), Column("computed again")]
+    columns = [Column("useful FLOPs", "left"), Column("of a step"), Column("share"), Column("recomputed")]
     return render_table(columns, rows, footer=footer)
 
 

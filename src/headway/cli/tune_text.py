@@ -150,7 +150,7 @@ def _head(tuned: TuneReport) -> list[tuple[str, str]]:
     if total is not None and result.room_bytes is not None:
         room += f", {format_share(result.room_bytes / total)} of {format_bytes(total)}"
     return [
-        ("recipe", f"{tuned.recipe}  (ledger of {tuned.model})"),
+        ("recipe", f"{tuned.recipe}  (cost model of {tuned.model})"),
         ("devices", f"{tuned.devices:,} x {device.title if device else 'this machine'}"),
         ("limit", room),
         ("speeds", tuned.source),

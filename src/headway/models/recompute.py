@@ -169,7 +169,7 @@ def refuse_kept_attention(why: str) -> None:
     if any(getattr(mode.policy_fn, "attention", False) for mode in modes):
         raise ConfigError(
             f"speed.recompute keeps what attention computed, but {why}, so this model's attention is written out and "
-            "would be computed again. Leave out ',-attention'."
+            "would be recomputed. Leave out ',-attention'."
         )
 
 

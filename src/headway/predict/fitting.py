@@ -17,9 +17,9 @@ USABLE = 0.9
 PRICES = {
     "speed.loss_chunk": "none",
     "speed.compile": "a minute of compilation",
-    "speed.recompute=full,-attention,-projections,-mlp": "what is elementwise in a block is computed twice",
-    "speed.recompute=full,-attention": "all of a block but attention is computed twice",
-    "speed.recompute=full": "blocks are computed twice",
+    "speed.recompute=full,-attention,-projections,-mlp": "backward recomputes the elementwise operations of each block",
+    "speed.recompute=full,-attention": "backward recomputes each block except its attention",
+    "speed.recompute=full": "backward recomputes each block",
     "speed.offload": "blocks' inputs go to the host's memory and back",
     "parallel.reshard": "blocks are gathered again in backward",
     "optim.state": "moments are rounded, stochastically",

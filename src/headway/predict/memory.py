@@ -50,7 +50,7 @@ PARTS = {
     "reducing": "gradients of a unit on their way to the other devices",
     "batch": "pixels, as they came and as the tower reads them",
     "activations": "kept for backward, of the largest pack",
-    "recomputing": "activations of the block that is computed again",
+    "recomputing": "activations of the block that backward recomputes",
     "passing": "gradients of what the block computes that backward is in",
     "head": "logits at hand, and the gradients made with them",
     "updating": "float32 copies that the optimizer works on",

@@ -127,10 +127,10 @@ class Check:
     def as_table(self) -> str:
         """Names and values for people."""
         witnessed = format_count(self.resumes - len(self.unwitnessed))
-        compared = f"{format_count(self.checkpoints)} compared: {format_count(self.chains)} tell of each step in order"
+        compared = f"{format_count(self.checkpoints)} compared: {format_count(self.chains)} hold the steps in order"
         pairs = [
             ("steps", f"{format_count(self.steps)}, each recorded once"),
-            ("checkpoints", f"{compared}, {format_count(self.counts)} have counts of the feed"),
+            ("checkpoints", f"{compared}, {format_count(self.counts)} hold counts of samples"),
             ("restarts", f"{format_count(self.resumes)}, {witnessed} of them with a witness"),
             ("steps taken again", f"{format_count(self.redone)} compared with the first time"),
         ]

@@ -381,7 +381,7 @@ def recorded_recomputation(evidence: RunEvidence) -> Observation | None:
     free = f", and {format_share(1 - memory)} of the device's memory were free at the peak" if memory else ""
     return Observation(
         ns,
-        f"activations are computed again in backward: up to {evidence.share(ns)} of the time{free}.",
+        f"activations are recomputed in backward: up to {evidence.share(ns)} of the time{free}.",
         "more blocks are recomputed than memory asks for.",
         "no activation checkpointing, or of fewer blocks (in headway train speed.recompute: none, or memory:NGiB, "
         "which recomputes only as much as it must).",
