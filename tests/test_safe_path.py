@@ -124,7 +124,7 @@ def test_pages_start_no_module_that_python_would_look_for_in_the_current_folder(
         *(ROOT / "docs").glob("*.md"),
         *ROOT.glob("recipes/*.yaml"),
         *ROOT.glob("examples/*.py"),
-        *ROOT.glob("examples/*/*"),
+        *(path for path in ROOT.glob("examples/*/*") if path.suffix != ".pyc"),
     ]
     history = {"CHANGELOG.md", "log.md"}
     texts = {path: path.read_text(encoding="utf-8") for path in pages if path.is_file() and path.name not in history}

@@ -545,7 +545,7 @@ def test_a_mistake_is_quoted(audit, text, options, code, quoted):
 
 def test_a_missing_file(headway, tmp_path):
     result = headway("audit", tmp_path / "none.log", "--model", "qwen3-8b")
-    assert result.code == 1
+    assert result.code == 2
     assert "cannot be read" in result.err
 
 

@@ -155,8 +155,7 @@ def test_settings_that_cannot_be_meant_are_one_error_with_the_way_out(headway, d
         ("chats.jsonl", b'{"text": "a"}\n{"text": "b"}\n', "writes one for data of yours"),
         ("pictures", None, "Is a directory. Give the path of a YAML file; `headway init"),
         ("a.yaml", "model: {path: m}".encode("utf-16"), "it is not UTF-8 text (invalid start byte at byte 0). Save"),
-        ("a.yaml", b"model: {path: m}\n", "'data' is required, such as data: {tokens_per_pack: ...}; 'optim' is"),
-        ("a.yaml", b"model: {path: m}\n", "'run' is required, such as run: {folder: ...}"),
+        ("a.yaml", b"model: {path: m}\n", "'data', 'optim' and 'run' are required (`headway init` writes them)"),
     ],
 )
 def test_a_file_that_is_no_configuration_says_how_one_is_made(headway, data, name, content, says):

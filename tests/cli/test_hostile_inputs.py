@@ -31,7 +31,7 @@ NAMES = (
     "tokenizer_config.json", "model.safetensors", "resumes.jsonl", "llm_config.json", "vit_config.json",
     "adapter_config.json",
 )  # fmt: skip
-WITHOUT_INPUT = {"ceiling", "config", "demo", "devices", "mfu", "models"}
+WITHOUT_INPUT = {"ceiling", "config", "demo", "devices", "mfu", "models", "run"}  # run runs its script, as Python would
 
 
 # What may stand under any name that a command takes.

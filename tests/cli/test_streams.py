@@ -73,7 +73,7 @@ def test_a_cache_that_cannot_be_made_is_one_error_that_names_it(cache, tmp_path,
     with pytest.raises(SystemExit) as ended:
         main()
     error = capsys.readouterr().err
-    assert (ended.value.code, "Error:" in error, cache in error, "HEADWAY_CACHE" in error) == (1, True, True, True)
+    assert (ended.value.code, "Error:" in error, cache in error, "HEADWAY_CACHE" in error) == (2, True, True, True)
 
 
 def test_what_the_system_refuses_is_one_error_wherever_a_command_meets_it(monkeypatch, capsys):

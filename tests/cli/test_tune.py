@@ -138,8 +138,9 @@ def test_a_device_without_bandwidth_is_refused(headway, monkeypatch, tmp_path):
 
 
 def test_a_model_without_saved_activations_is_refused(headway, monkeypatch):
-    # the module that the command will import, which is not its package's attribute where a test has imported it anew
-    monkeypatch.setattr(importlib.import_module("headway.count.activations"), "_shipped", dict)
+    # by the function that plans call, as another test may have imported its module anew
+    plans = importlib.import_module("headway.predict.saved")
+    monkeypatch.setitem(plans.shipped_activations.__globals__, "_shipped", dict)
     result = headway("tune", RECIPE)
     assert (result.code, "no saved activations of 'qwen2.5-7b' ship" in result.err) == (1, True)
 

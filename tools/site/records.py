@@ -97,6 +97,7 @@ def example() -> Window:
         "device_memory_bytes": 80 * 2**30, "weights_dtype": "float32", "anomaly_mode": False,
         "optimizer": {"name": "AdamW", "num_tensors": 310, "mode": "fused"},
         "places": [{"phase": "after", "code": "train.py:30 in log", "purpose": "logging", "s": 0.004}],
+        "machine_state": {"sm_mhz": 1410, "most_sm_mhz": 1980, "power_mw": 690_000, "utilisation_percent": 98},
     }  # fmt: skip
     phases = {"rollout": _phase(counts[0].total // 2, generated_tokens=700), "rest": _phase(0)}
     window = Window(counts[0] + counts[1], _PEAK, readings, phases)

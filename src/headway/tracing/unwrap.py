@@ -263,10 +263,26 @@ def _rebound(thing: Any, memo: dict[int, Any]) -> Any:
                 cell.cell_contents = _rebound(original.cell_contents, memo)
         copied.__defaults__ = tuple(_rebound(value, memo) for value in thing.__defaults__ or ()) or None
         copied.__kwdefaults__ = {key: _rebound(value, memo) for key, value in (thing.__kwdefaults__ or {}).items()}
+        if not _differs(copied, thing):  # holds nothing of the model: seams know a function by itself
+            copied = memo[id(thing)] = thing
     elif hasattr(thing, "__wrapped__") and not isinstance(thing, types.FunctionType):
         copied = object.__new__(type(thing))  # an object that stands for a function, as accelerate's mixed precision
         copied.__dict__.update({key: _rebound(value, memo) for key, value in vars(thing).items()})
     return copied
+
+
+def _differs(copied: types.FunctionType, function: types.FunctionType) -> bool:
+    """Tell whether a copied function holds other things than the function does, itself left aside."""
+
+    def held(of: types.FunctionType) -> Iterator[Any]:
+        for cell in of.__closure__ or ():
+            with suppress(ValueError):
+                yield cell.cell_contents
+        yield from of.__defaults__ or ()
+        yield from (of.__kwdefaults__ or {}).values()
+
+    pairs = zip(held(copied), held(function), strict=True)
+    return any(new is not old and not (new is copied and old is function) for new, old in pairs)
 
 
 def _is_compiled(module: nn.Module) -> bool:

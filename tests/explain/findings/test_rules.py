@@ -59,7 +59,7 @@ def test_without_evidence_nothing_is_found(tmp_path):
 def test_a_name_has_one_rule_with_an_observer_and_thresholds_are_shares():
     assert len({rule.name for rule in RULES}) == len(RULES)
     assert all(rule.observers for rule in RULES)
-    assert sum(len(rule.observers) == 2 for rule in RULES) == 15  # seen in traces and in records
+    assert sum(len(rule.observers) == 2 for rule in RULES) == 20  # seen in traces and in records
     assert all(0 < rule.in_trace.least < 1 for rule in RULES if rule.in_trace is not None)
     assert all(0 <= observer.least < 1 for rule in RULES for observer in rule.observers)
 
