@@ -17,7 +17,7 @@ from helpers.pages import Browser
 
 DOCS = Path(__file__).parents[1] / "docs"
 _WIDTH = 1040  # of the window, so that a README shows its letters at nearly their size [pixels]
-_COLOURS = 128  # of a picture, so that it is small
+_COLOURS = 256  # of a picture, so that it is small
 _MARGIN = 10  # below the charts [pixels]
 
 
@@ -45,7 +45,7 @@ def _take(browser: Browser, path: Path, height: int) -> None:
     """Take a picture of few colours, which is a third of the size and looks the same."""
     browser.picture(path)
     picture = Image.open(path).convert("RGB").crop((0, 0, _WIDTH, height))
-    picture.quantize(_COLOURS, Image.Quantize.MAXCOVERAGE).save(path, optimize=True)
+    picture.quantize(_COLOURS, Image.Quantize.MEDIANCUT).save(path, optimize=True)
     print(f"{path}: {path.stat().st_size:,} bytes")
 
 

@@ -28,7 +28,7 @@ def test_a_log_of_another_tool_is_a_page(headway, tmp_path):
     text = headway("report", tmp_path / "titan.log", "--md").out
     # 1 step, then three times 10, each at a minute for 10 steps; the first is reckoned from its rate.
     assert "/titan.log\n\n31 steps in 3 min 7 s\n" in text
-    assert "median step 33.6 % |" in text
+    assert "median 33.6 % |" in text
     assert "needed work is what torchtitan counts" in text
     page = (tmp_path / "page.html").read_text()
     assert "<figcaption><h3>MFU" in page

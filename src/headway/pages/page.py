@@ -236,8 +236,13 @@ def measures_of(run: ReportedRun) -> dict[str, Measure]:
     values_of = partial(steps.known, run.records)
     if run.mean.mfu is not None or values_of("mfu"):
         median = float(np.median(values_of("mfu"))) if values_of("mfu") else None
-        mean = run.mean.mfu if run.mean.mfu is not None else median or 0.0
-        remark = "" if median is None or run.mean.mfu is None else f"median step {format_share(median)}"
+        # MFU of the whole run, as its summary says it; the mean of steps below leaves some steps out
+        timed = [(number(r.get("mfu")), number(r.get("wall_s"))) for r in run.records]
+        weighed = [(mfu * wall_s, wall_s) for mfu, wall_s in timed if mfu is not None and wall_s]
+        total_s = sum(wall_s for _, wall_s in weighed)
+        run_mfu = sum(work for work, _ in weighed) / total_s if weighed else run.mean.mfu
+        mean = run_mfu if run_mfu is not None else median or 0.0
+        remark = "" if median is None or run.mean.mfu is None else f"median {format_share(median)}"
         measures["MFU"] = Measure(mean, format_share(mean), remark, is_share=True)
     if any(rates := values_of("tokens_per_s")):  # a model without tokens has none
         tokens, wall_s = sum(values_of("tokens")), sum(values_of("wall_s"))
