@@ -1,6 +1,7 @@
 """`headway tune`: what it prints and writes, and what it refuses."""
 
 import importlib
+import inspect
 import json
 
 import pytest
@@ -138,9 +139,11 @@ def test_a_device_without_bandwidth_is_refused(headway, monkeypatch, tmp_path):
 
 
 def test_a_model_without_saved_activations_is_refused(headway, monkeypatch):
-    # by the function that plans call, as another test may have imported its module anew
+    # by the function that plans call, around which other tests lay a cache
     plans = importlib.import_module("headway.predict.saved")
-    monkeypatch.setitem(plans.shipped_activations.__globals__, "_shipped", dict)
+    function = inspect.unwrap(plans.shipped_activations)
+    monkeypatch.setattr(plans, "shipped_activations", function)
+    monkeypatch.setitem(function.__globals__, "_shipped", dict)
     result = headway("tune", RECIPE)
     assert (result.code, "no saved activations of 'qwen2.5-7b' ship" in result.err) == (1, True)
 
