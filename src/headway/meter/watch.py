@@ -215,19 +215,21 @@ class ForwardWatch:
         )
 
     @property
-    def _stack(self) -> list[tuple["nn.Module", WatchedForward | None, ExitStack]]:
+    def _stack(self) -> list[tuple["nn.Module", WatchedForward | None, ExitStack, "ForwardWatch"]]:
         local = self._meter.calls if self._own_calls is None else self._own_calls
         stack: list[Any] = local.__dict__.setdefault("stack", [])
         return stack
 
     def begin(self, module: "nn.Module") -> None:
-        """Note that a watched module begins to run; the outermost one is a forward."""
+        """Note that a watched module begins to run: a forward, or a part of one that is counted."""
         stack, around = self._stack, ExitStack()
-        stack.append((module, None, around))
-        if len(stack) > 1:
+        # a module within a forward that is counted, or within another module of this watch, is a part of it
+        is_part = any(forward is not None or watch is self for _, forward, _, watch in stack)
+        stack.append((module, None, around, self))
+        if is_part:
             return
         try:
-            stack[0] = module, self._begun(module, around), around
+            stack[-1] = module, self._begun(module, around), around, self
         except Exception as error:  # noqa: BLE001 - whatever it is, the forward is the loop's
             self._meter.stop_counting(error)
 
@@ -276,9 +278,9 @@ class ForwardWatch:
         stack = self._stack
         if not stack or stack[-1][0] is not module:
             return
-        _, forward, around = stack.pop()
+        _, forward, around, _ = stack.pop()
         around.close()
-        if stack or forward is None or sys.exception() is not forward.exception:
+        if forward is None or sys.exception() is not forward.exception:
             return
         try:
             self._note(forward, module, arguments_by_name(module, args, kwargs), results)
@@ -416,9 +418,10 @@ class ForwardWatch:
         self.is_lost = self.is_lost or not self._hooks.watch_compiled(module)
 
     def block_begins(self, path: str) -> None:
-        """Note that a block runs in the forward that goes on."""
-        if self._stack and (forward := self._stack[0][1]) is not None:
-            forward.ran.add(path)
+        """Note that a block runs in this watch's forward, if one goes on."""
+        for _, forward, _, watch in self._stack:
+            if watch is self and forward is not None:
+                forward.ran.add(path)
 
     def _headless(self) -> "ForwardWatch | None":
         """Watch the model without its head, which a method runs in place of the model's forward."""
