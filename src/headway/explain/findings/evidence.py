@@ -5,6 +5,7 @@ what is not there gives nothing. Records tell little of each step, and much of h
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -72,7 +73,7 @@ Step = TypeVar("Step", StepWaterfall, RunStep)
 SHARED = 0.15  # part of the time for which a thread waits for a core, from which the machine is shared
 
 
-class Evidence(Generic[Step]):
+class Evidence(ABC, Generic[Step]):
     """Steps as the engine of findings sees them, whichever parts the rules read.
 
     Attributes:
@@ -109,9 +110,9 @@ class Evidence(Generic[Step]):
         return sum(useful_ns) if len(useful_ns) == self.num_steps else None
 
     @property
+    @abstractmethod
     def core_wait_ns(self) -> int:
         """Time in which the loop's thread waited for a core, in all steps; 0 where nobody counted [ns]."""
-        raise NotImplementedError
 
     @property
     def is_crowded(self) -> bool:
@@ -126,9 +127,9 @@ class Evidence(Generic[Step]):
         whole_ns = self.duration_ns if total_ns is None else total_ns
         return format_share(min(max(ns, 0.0) / whole_ns, 1.0))
 
+    @abstractmethod
     def of_a_step(self, ns: int) -> int:
         """Mean of a time over the steps, in whole nanoseconds."""
-        raise NotImplementedError
 
 
 class EventTime(NamedTuple):
