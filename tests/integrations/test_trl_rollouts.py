@@ -1,7 +1,7 @@
 """TRL's trainers that generate, score and learn within a step: each phase to the FLOP, by the lengths that really came.
 
 What each rollout gave is noted by the test itself, row by row, as transformers' `generate` returns it; what rows cost
-is the law of docs/rl.md, written out in helpers/rollouts.py.
+is the law of docs/integrations.md, written out in helpers/rollouts.py.
 """
 
 import copy
