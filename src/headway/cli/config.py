@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import re
 import shutil
 import textwrap
 from typing import TYPE_CHECKING, Annotated, Any
@@ -28,17 +29,20 @@ headway config --json > schema.json   # JSON Schema, for an editor
 ```
 
 `headway train CONFIG.yaml` reads these settings, and `--set optim.lr=1e-4` changes one. A name is dotted here and
-nested in YAML. N stands for the number of an item in a list, counted from 0.
+nested in YAML. N stands for the number of an item in a list, counted from 0. The first value of a row is the default.
+An integer is at least 1 if the row gives no other bound. `null` means none if the row gives no other meaning.
 
 * **Inheritance.** `extends: FILE` reads another file first; the path starts from the file's own folder. Set a key to
-  `null` to drop an inherited value. The key then has its default. If the setting accepts `null`, `null` means off.
-* **Numbers** may have a unit: `32k` (32,000), `1e9`, `100B` (billions), `40%`, `2GiB`, `90min`. Options of commands
-  read them too.
+  `null` to drop an inherited value.
+* **Numbers** may have a unit: `32k` (32,000), `1e9`, `100B` (billions), `40%`, `2GiB`, `90min`.
 * **Short forms.** You may write `trackers: wandb` for `trackers: [wandb]`, and `lora: 16` for `lora: {rank: 16}`.
-* **Mistakes.** A key that stands twice in a file is an error. If two `--set` name one key, the last one counts, with a
-  note. If you write a setting of LLaMA-Factory, ms-swift, TRL or axolotl, the error names Headway's setting for it.
+* **Mistakes.** A key that stands twice in a file is an error. If two `--set` name one key, the last one counts.
 * **Editors** complete and check a file whose first line is `# yaml-language-server: $schema=schema.json`.
 """
+_WEAK_BOUND = re.compile(
+    r",? ≤ (?:\d[\d,]{3,}\d|1e\+\d+)|,? ≥ 1(?:e-\d+)?(?!\d)|(?<=above 0), ≥ 0|(?<=≥ 0), ≤ 1(?=.*below)"
+)
+"""Bounds that a row leaves out: those of slips, and those that another bound of the row implies."""
 
 
 def config(
@@ -157,20 +161,37 @@ def _lines(shown: "tuple[Setting, str]", width: int) -> "Iterator[str]":
 def _page() -> str:
     lines = [_HEAD]
     explained: dict[tuple[str, str], str] = {}  # first setting with a last word and meaning
-    for setting, note in _shown(None):
-        if "." not in setting.name:
-            lines += [f"\n## {setting.name}\n", f"{setting.meaning}\n", "| setting | value | default | meaning |"]
-            lines.append("| --- | --- | --- | --- |")
+    repeats: list[str] = []  # neighbours that are explained above, under another section
+    for setting, note in [*_shown(None), (None, "")]:
+        first = setting and explained.setdefault((setting.name.rpartition(".")[2], setting.meaning), setting.name)
+        if setting is not None and first != setting.name and not note:
+            repeats.append(f"`{setting.name}`")
+            section = str(first).rpartition(".")[0]
             continue
-        first = explained.setdefault((setting.name.rpartition(".")[2], setting.meaning), setting.name)
-        stated = setting.meaning if first == setting.name else f"As {first}"
-        meaning = " ".join(part for part in (stated, f"({note})" if note else "") if part)
-        default = f"`{setting.default or repr('')}`" if setting.default is not None else _default(setting)
-        kind = _kind(setting).replace(" | null", " or null").replace(" | ", ", ")  # a bar would end the cell
-        kind = kind.replace("whole number", "integer").replace("at least ", "≥ ").replace("at most ", "≤ ")
-        cells = [f"`{setting.name}`", kind, default, meaning]
+        if repeats:
+            lines.append(f"| {', '.join(repeats)} | | As in `{section}` |")
+            repeats = []
+        if setting is None:
+            break
+        if "." not in setting.name:
+            lines += [f"\n## {setting.name}\n", f"{setting.meaning}\n", "| setting | value | meaning |"]
+            lines.append("| --- | --- | --- |")
+            continue
+        meaning = " ".join(part for part in (setting.meaning, f"({note})" if note else "") if part)
+        cells = [f"`{setting.name}`", _values(setting), meaning.removesuffix(" Null means none").removesuffix(".")]
         lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("*", "\\*") for cell in cells) + " |")
     return "\n".join(lines).replace("\n\n\n", "\n\n") + "\n"
+
+
+def _values(setting: "Setting") -> str:
+    """The default as code, then the other values, with the unit, and without bounds that few numbers meet."""
+    text = ", ".join(kind for kind in setting.values.split(" | ") if kind != setting.default)
+    text = text.replace("whole number", "integer").replace("at least ", "≥ ").replace("at most ", "≤ ")
+    text = _WEAK_BOUND.sub("", text)
+    unit = f" [{setting.unit}]" if setting.unit else ""
+    if setting.default is not None:
+        return f"`{setting.default or repr('')}`, {text}{unit}"
+    return text + unit if setting.section is not None else f"required: {text}{unit}"
 
 
 def _schema(name: str | None) -> dict[str, Any]:
