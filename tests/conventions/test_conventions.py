@@ -36,6 +36,7 @@ PAIRS = sum(s * (s + 1) // 2 for s in (1000, 2000, 3000))
 
 QWEN3_8B = {
     "useful": 6 * 6000 * (LAYERS * LAYER + HEAD) + 12 * LAYERS * QUERY * PAIRS,
+    "useful-full-head": 6 * 6000 * (LAYERS * LAYER + HEAD) + 12 * LAYERS * QUERY * PAIRS,
     "hardware": 6 * 8192 * (LAYERS * LAYER + HEAD) + 12 * LAYERS * QUERY * PAIRS,
     "6nd": 6 * 8192 * (LAYERS * LAYER + NORMS + HEAD),
     "palm": 8192 * (6 * (LAYERS * LAYER + NORMS + 2 * HEAD) + 12 * LAYERS * QUERY * 8192),
@@ -80,6 +81,14 @@ def test_a_padded_pack_of_a_dense_model(name):
     assert flops(name, PACK, 8192) == QWEN3_8B[name]
 
 
+def test_a_head_that_runs_on_labelled_tokens_is_billed_for_them_by_what_reads_the_cost_model():
+    """Every other tool's rule has the head on every token, as that tool runs it."""
+    partly = PACK.with_counts(logits=2500)
+    less = {name: QWEN3_8B[name] - flops(name, partly, 8192) for name in QWEN3_8B}
+    own = {"useful": 6 * 3500 * HEAD, "hardware": 6 * 5692 * HEAD, "flop-counter": 6 * 5692 * HEAD}
+    assert {name: flops for name, flops in less.items() if flops} == own
+
+
 def test_every_convention_is_tested():
     # FLUX's: tests/cli/test_audit_diffusion.py; those of plug-ins in their own tests
     brought = [convention for more in hooks_of_all("conventions") for convention in more]
@@ -87,7 +96,7 @@ def test_every_convention_is_tested():
 
 
 def test_the_readme_counts_the_rules_that_compare_shows():
-    number = {31: "thirty-one"}[len(conventions("llama"))]
+    number = {32: "thirty-two"}[len(conventions("llama"))]
     readme = " ".join(Path("README.md").read_text(encoding="utf-8").split())
     assert f"shows the MFU of one step by {number} counting rules" in readme
 
@@ -231,7 +240,8 @@ def test_a_model_with_recurrent_layers_is_left_to_the_conventions_that_read_the_
     model = architecture(config, "hybrid", replace(plain, rows=rows))
     step = Step(Workload([128]), 128)
     without = {c.name for c in conventions() if c.bill(model, step).flops is None}
-    assert without == {c.name for c in conventions()} - {"useful", "hardware", "6nd", "flop-counter"}
+    counted = {"useful", "useful-full-head", "hardware", "6nd", "flop-counter"}
+    assert without == {c.name for c in conventions()} - counted
 
 
 def test_sizes_that_a_configuration_lacks_leave_what_the_cost_model_knows():

@@ -8,10 +8,13 @@ import torch.nn.functional as F
 import transformers
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
+from headway.count import Workload
 from headway.errors import ConfigError, TrainingError
 from headway.models.head import ChunkedLoss, model_with_loss, what_follows
 from headway.models.losses import AfterHead, Task
+from headway.tracing import trace
 from helpers.models import RECURRENT_FAMILIES, TEXT_FAMILIES, tiny_config
 
 LENGTH = 23
@@ -72,6 +75,33 @@ def check_equal(model, chunk, per=11):
 @pytest.mark.parametrize("chunk", [1, 8, LENGTH, 100, None])
 def test_losses_and_gradients_are_those_of_whole_logits(chunk):
     check_equal(build(tiny_config("qwen3")), chunk)
+
+
+@pytest.mark.parametrize("labelled", [0, 1, 9])
+def test_the_head_runs_on_labelled_slots_alone_and_its_flops_are_the_ledgers(labelled):
+    """PyTorch's own counter leaves out one of three products: the weight's, which adds up in place."""
+    model = build(tiny_config("qwen3"))
+    head = model_with_loss(model, chunk=4)
+
+    def flops(count):
+        model.zero_grad()
+        inputs, labels_T = pack()
+        labels_T[:] = -100
+        labels_T[2 : 2 + 2 * count : 2] = 7
+        with FlopCounterMode(display=False) as counter:
+            head(inputs, labels_T).total.backward()
+        return counter.get_total_flops(), labels_T
+
+    ledger = trace(copy.deepcopy(model))
+    work = Workload([LENGTH])
+    counted = [ledger.count(work.with_counts(logits=count)).total for count in (labelled, 0)]
+    without, _ = flops(0)
+    seen, labels_T = flops(labelled)
+    assert 3 * (seen - without) == 2 * (counted[0] - counted[1]) == 2 * 3 * 2 * labelled * 32 * 160
+    wanted = build(tiny_config("qwen3"))
+    reference(wanted, pack()[0], labels_T, per=1)
+    for name, gradient in gradients(wanted).items():
+        assert torch.allclose(gradients(model)[name], gradient, rtol=1e-9, atol=1e-12), name
 
 
 @pytest.mark.parametrize("chunk", [8, None])

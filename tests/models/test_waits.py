@@ -6,7 +6,7 @@ from torch import nn
 
 from headway.data.collate import Collator
 from headway.models import load_model
-from headway.models.losses import AfterHead, Task, liger_losses
+from headway.models.losses import AfterHead, Task, labelled_slots, liger_losses
 from headway.models.vision import vision_geometry
 from headway.models.waits import PlacedMask, Placeholders, Places, answer_ahead, keep_on_host
 from helpers.models import tiny_config
@@ -161,7 +161,7 @@ def test_ligers_loss_is_not_asked_how_many_slots_are_supervised(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "liger_kernel.ops.fused_linear_cross_entropy", Stub)
     labels = torch.tensor([1, -100, 0, 2])
     layer = nn.Linear(H, 5, bias=False)
-    compute = liger_losses(layer, Task(labels, 3, 4, AfterHead(), False))
+    compute = liger_losses(layer, Task(labels, labelled_slots(labels), 3, 4, AfterHead(), False))
     losses = compute(torch.randn(4, H), False, (False,))
     assert asked == [1]
     assert losses.loss_T.shape == (4,)

@@ -120,8 +120,8 @@ def test_a_step_bills_the_second_pass_of_its_head_as_recomputation(words, text):
 def _workload(record):
     from headway import Workload
 
-    # of the head alone, which counts tokens
-    return Workload([record["tokens"]])
+    # of the head alone, which runs on labelled tokens
+    return Workload([record["tokens"]], logits=record["supervised"])
 
 
 def test_a_resumed_run_reads_the_copy_of_its_reference(words, tmp_path):

@@ -128,6 +128,7 @@ RULES = (
 
 UNCOMPARED = {
     "useful": "Headway's own",
+    "useful-full-head": "Headway's own",
     "hardware": "Headway's own",
     "flop-counter": "PyTorch's own on a GPU, which the sweep of architectures runs by other means",
     "6nd": "transformers' `floating_point_ops`, in the package that the tests install",

@@ -290,7 +290,7 @@ def exact_match(
     local = batch.local_slots(group)
     labels_L = batch.labels_1T[0, local]
     with autocast():
-        pack_loss = model_with_loss(batch.model_inputs(), labels_L, judge=True)
+        pack_loss = model_with_loss(batch.model_inputs(), labels_L, judge=True, labelled_K=batch.labelled_K)
     assert pack_loss.right_T is not None
     loss, supervised_L = pack_loss.loss_T.sum(), labels_L >= 0
     wrong_T = torch.zeros(batch.slots, dtype=torch.long, device=loss.device)

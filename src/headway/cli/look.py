@@ -237,7 +237,8 @@ def _of_config(config: "TrainConfig", rows: range, num_packs: int, ranks: int) -
     # The plan of the run itself: the same items, order and packs.
     budget = budget_of(data)
     dropout = encoder.dropout(config.run.seed)
-    items, counts = Items.build(indices, budget, overlong_of(data), costs, dropout)
+    skipped = costs.head_flops if config.skips_unlabelled else 0.0
+    items, counts = Items.build(indices, budget, overlong_of(data), costs, dropout, skipped)
     plan = Plan(
         items,
         Order(items.sizes, stages, seed=data.seed, tells_epochs=dropout is not None),

@@ -180,6 +180,11 @@ class TrainConfig(Section):
         return section is not None and section.weighs_slots and self.speed.loss_chunk is not None
 
     @property
+    def skips_unlabelled(self) -> bool:
+        """True if the output layer runs on labelled tokens alone."""
+        return self.speed.loss_chunk is not None and not self.model.scores
+
+    @property
     def recipe(self) -> Recipe:
         """The file that it was read from, and what that says of settings that were given another value."""
         return self._recipe

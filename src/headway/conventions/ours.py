@@ -1,5 +1,6 @@
 """Conventions that read the cost model's own rows: useful work, executed work, and PyTorch's own count."""
 
+from dataclasses import replace
 from typing import Any
 
 from headway.conventions.architecture import Architecture
@@ -40,6 +41,14 @@ def useful(model: Architecture, step: Step) -> Parts:
     return parts
 
 
+def useful_full_head(model: Architecture, step: Step) -> Parts:
+    """Bill useful work with the head on every real token, also where the engine leaves out those without a label.
+
+    Source: the head of PaLM's MFU, Chowdhery et al. 2022, appendix B: all parameters on every token.
+    """
+    return useful(model, replace(step, workload=step.workload.with_full_head()))
+
+
 def hardware(model: Architecture, step: Step) -> Parts:
     """Bill the executed work: every slot, padding too, and the forward that checkpointing runs again.
 
@@ -53,7 +62,7 @@ def hardware(model: Architecture, step: Step) -> Parts:
     if workload.slots:
         source_tokens = [workload.sources.sum()] if workload.sources.size else ()
         media: dict[str, Any] = dict(workload.media)
-        padded = Workload([workload.slots], sources=source_tokens, **media)
+        padded = Workload([workload.slots], sources=source_tokens, **media).with_counts(logits=workload.logits)
     real = _cost_model(model).count(workload, recompute=step.recompute)
     executed = {(row.name, row.driver): row for row in _cost_model(model).count(padded, recompute=step.recompute).rows}
     parts = dict.fromkeys(PARTS, 0)
@@ -89,7 +98,8 @@ def flop_counter(model: Architecture, step: Step) -> Parts:
 
 def _units(row: Row, workload: Workload, squares: int) -> int:
     if row.driver == "tokens":
-        return workload.slots
+        is_head = row.component == "language.head"
+        return workload.logits if is_head and workload.logits is not None else workload.slots
     if row.op == "attention" and drivers.tower(row.driver) == "language":
         return squares
     return drivers.parse_driver(row.driver)(workload)

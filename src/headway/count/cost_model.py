@@ -275,6 +275,13 @@ class CostModel:
                 entry[3] += row.forward
         return [(*key, *entry) for key, entry in sums.items()]  # type: ignore[misc]  # three names, four numbers
 
+    @cached_property
+    def head_flops(self) -> int:
+        """FLOPs of the head for each token that it runs on, forward and backward; 0 of other models."""
+        head = [row for row in self.rows if _evaluated(row) == "logits"]
+        gradients = sum(grad.flops for row in head for grad in row.gradients if grad.runs(self.trained))
+        return sum(row.forward for row in head) + gradients
+
     def stage(self, modules: Collection[str]) -> "CostModel":
         """Return what some modules of this model run, such as those of one stage of a pipeline.
 

@@ -261,6 +261,10 @@ class Workload:
             object.__setattr__(workload, "_logits", min(logits, self._tokens))
         return workload
 
+    def with_full_head(self) -> "Workload":
+        """Return this workload with the head on all of its tokens."""
+        return _rebuilt({**self._state(), "logits": None})
+
     @property
     def runs_towers(self) -> bool:
         """True if it holds anything that a tower beside the text reads: images, videos, audio."""

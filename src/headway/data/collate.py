@@ -1,6 +1,7 @@
 """Encoded samples laid end to end: one pack, with its segment boundaries, targets and workload.
 
-Tensor letters: T slots of the pack, N segments, R rows of positions, P patches, D values per patch, M images or videos.
+Tensor letters: T slots of the pack, L of them that a process computes, K of these with a label, N segments, R rows of
+positions, P patches, D values per patch, M images or videos.
 """
 
 from abc import ABC, abstractmethod
@@ -22,7 +23,7 @@ from headway.data.media.tensors import MediaTensors, joined_media, model_argumen
 from headway.data.samples import Origin
 from headway.errors import ConfigError, DataError
 from headway.models.attention.splits import SplitMask
-from headway.models.losses import IGNORED
+from headway.models.losses import IGNORED, labelled_slots
 from headway.models.parallel.sequence import local_slots
 from headway.models.vision import VisionGeometry
 from headway.models.waits import Placeholders, Segments, segments_of
@@ -90,6 +91,7 @@ class Batch:
         splits: who sees whom where answers share a prompt, as `headway.models.attention` takes it; None where segments
             say it.
         segments: lengths and positions of the segments of a pack that is on a device, which nobody has to wait for.
+        labelled_K: slots with a label, numbered among those that this process computes; None where they are not listed.
     """
 
     input_ids_1T: torch.Tensor
@@ -114,6 +116,7 @@ class Batch:
     companion: "Batch | None" = None
     splits: SplitMask | None = None
     segments: Segments | None = None
+    labelled_K: torch.Tensor | None = None
 
     @property
     def slots(self) -> int:
@@ -139,6 +142,12 @@ class Batch:
     def num_supervised(self) -> int:
         """Targets that the loss counts [tokens]."""
         return sum(self.supervised)
+
+    def work(self, *, skips_unlabelled: bool) -> Workload:
+        """Workload with its labelled tokens, on which alone the head may run."""
+        return self.workload.with_counts(
+            supervised=self.num_supervised, logits=self.num_supervised if skips_unlabelled else None
+        )
 
     @property
     def num_answers(self) -> tuple[int, ...]:
@@ -191,12 +200,19 @@ class Batch:
         return replace(self, family_inputs=self.family_inputs.noised(self.origins, seed, step))
 
     def dealt(self, group: ProcessGroup | None) -> "Batch":
-        """This process's part of a shared pack that a family laid out; models cut other packs themselves."""
-        if self.family_inputs is None or group is None:
+        """This process's part of a shared pack: its labels, and what a family laid out; models cut the rest themselves.
+
+        Raises:
+            TrainingError: as `local_slots` has it.
+        """
+        if group is None:
             return self
-        inputs = {"input_ids": self.input_ids_1T, "position_ids": self.position_ids_R1T[0]}
-        inputs |= self._pixels()
-        return replace(self, media={}, family_inputs=self.family_inputs.dealt(inputs, group))
+        dealt = self
+        if self.family_inputs is not None:
+            inputs = {"input_ids": self.input_ids_1T, "position_ids": self.position_ids_R1T[0]}
+            inputs |= self._pixels()
+            dealt = replace(self, media={}, family_inputs=self.family_inputs.dealt(inputs, group))
+        return replace(dealt, labelled_K=labelled_slots(self.labels_1T[0, dealt.local_slots(group)]))
 
     def local_slots(self, group: ProcessGroup | None) -> slice | torch.Tensor:
         """The slots that this process computes, by which labels and source ids are cut; all slots of an unshared pack.
@@ -345,7 +361,7 @@ class Collator:
             for name, tensors in media.items():
                 if MODALITIES[name].tower == "vision":
                     vision |= self.geometry.inputs(tensors.sizes, f"{MODALITIES[name].kind}_")
-        input_ids_1T = torch.cat(ids)[None]
+        input_ids_1T, labels_T = torch.cat(ids)[None], torch.cat(labels)
         # Work is counted of the samples' own media, without the padding that fills buckets.
         branches = any(sample.prompt for sample in samples)
         workload = Workload(
@@ -360,7 +376,7 @@ class Collator:
         source_ids = [number for number, segments in zip(numbers, views, strict=True) for _ in segments]
         return Batch(
             input_ids_1T=input_ids_1T,
-            labels_1T=torch.cat(labels)[None],
+            labels_1T=labels_T[None],
             position_ids_R1T=torch.cat(positions, dim=1)[:, None],
             cu_seqlens_N=pad(segments_N.cumsum(0), (1, 0)).to(torch.int32),
             max_seqlen=int(segments_N.max()),
@@ -378,6 +394,7 @@ class Collator:
             sample_tokens=tuple(sample.tokens for sample in samples),
             answers=answers_of(samples, numbers),
             splits=SplitMask.of(workload) if branches or self.shares_prompts else None,
+            labelled_K=labelled_slots(labels_T),
         )
 
     def _pad(self, tokens: int, media: Mapping[str, MediaTensors]) -> tuple[torch.Tensor, dict[str, MediaTensors]]:

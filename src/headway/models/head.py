@@ -30,6 +30,7 @@ from headway.models.losses import (
     SummedLoss,
     Task,
     Weigh,
+    labelled_slots,
     liger_losses,
     linear_losses,
     module_losses,
@@ -64,12 +65,14 @@ class LossOptions:
         factor_T: factor on each slot's loss, shape (T,); 1 when None.
         weigh: gives the factors where they follow from the losses of all slots, for which chunks of logits are made
             twice; the losses that come back are without it.
+        labelled_K: the slots that have a label, shape (K,); None to look for them, which waits for the device.
     """
 
     per: int = 1
     judge: bool = False
     factor_T: torch.Tensor | None = None
     weigh: Weigh | None = None
+    labelled_K: torch.Tensor | None = None
 
     def pack_loss(self, loss_T: torch.Tensor, right_T: torch.Tensor | None) -> PackLoss:
         """Weigh, sum and divide losses that have a gradient."""
@@ -83,7 +86,10 @@ class ModelWithLoss(ABC):
 
     Attributes:
         model: what is run.
+        skips_unlabelled: whether the output layer leaves out slots without a label.
     """
+
+    skips_unlabelled = False
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -97,9 +103,10 @@ class ModelWithLoss(ABC):
         judge: bool = False,
         factor_T: torch.Tensor | None = None,
         weigh: Weigh | None = None,
+        labelled_K: torch.Tensor | None = None,
     ) -> PackLoss:
         """Run the model on a pack; see `run`, and `LossOptions` for the rest."""
-        return self.run(inputs, labels_T, LossOptions(per, judge, factor_T, weigh))[0]
+        return self.run(inputs, labels_T, LossOptions(per, judge, factor_T, weigh, labelled_K))[0]
 
     @abstractmethod
     def run(self, inputs: dict[str, Any], labels_T: torch.Tensor, options: LossOptions) -> tuple[PackLoss, Any]:
@@ -153,7 +160,9 @@ class WholeLogits(ModelWithLoss):
 
 
 class ChunkedLoss(ModelWithLoss):
-    """Losses from the logits of a chunk of slots at a time."""
+    """Losses from the logits of a chunk of slots at a time, and of none without a label."""
+
+    skips_unlabelled = True
 
     def __init__(
         self, model: PreTrainedModel, chunk: int, *, liger: bool = False, after: AfterHead | None = None
@@ -179,7 +188,10 @@ class ChunkedLoss(ModelWithLoss):
             TrainingError: the model does not call its output layer once, with a hidden state for each label.
         """
         self._options, self._losses = options, []
-        self._task = Task(labels_T, options.per, self._chunk, self._after, options.judge, options.factor_T)
+        labelled_K = options.labelled_K
+        if labelled_K is None:
+            labelled_K = labelled_slots(labels_T)
+        self._task = Task(labels_T, labelled_K, options.per, self._chunk, self._after, options.judge, options.factor_T)
         try:
             output = self.model(**inputs)
         finally:

@@ -1,12 +1,15 @@
 """Cross-entropy of an output layer without the whole logits: values and gradients in one pass over chunks of slots.
 
-Tensor letters: T slots of a pack, C slots of a chunk, H hidden size, V vocabulary.
+Tensor letters: T slots of a pack, K of them with a label, C of a chunk, H hidden size, V vocabulary.
+
+A slot without a label has no logits: neither its loss nor its gradients are computed.
 
 The gradients of the summed loss are computed in the forward pass, while a chunk's logits are at hand: three matrix
 products a chunk (logits, gradient of the hidden states, gradient of the weight) as without chunks, nothing computed
 twice, and at most (C, V) logits in memory. Backward only multiplies what is there by the gradient of the sum.
 
-Source: the scheme of Liger Kernel's fused linear cross-entropy (Hsu et al. 2024, arXiv:2410.10989, section 3.2).
+Source: the scheme of Liger Kernel's fused linear cross-entropy (Hsu et al. 2024, arXiv:2410.10989, section 3.2), and
+the ignored labels of Cut Cross-Entropy (Wijmans et al. 2024, arXiv:2411.09009, section 4.3).
 """
 
 from collections.abc import Callable, Iterator
@@ -21,6 +24,11 @@ from headway.devices.cpu_products import add_product_over_rows, linear, product
 from headway.models.products import product_dtype
 
 IGNORED = -100  # label of a slot that is not supervised
+
+
+def labelled_slots(labels_T: torch.Tensor) -> torch.Tensor:
+    """Slots that have a label, shape (K,); a wait for the device that the labels are on."""
+    return (labels_T != IGNORED).nonzero()[:, 0]
 
 
 @dataclass(frozen=True)
@@ -45,8 +53,8 @@ class HeadLosses(NamedTuple):
     """Losses of a pack's slots, and the gradients of their sum.
 
     Attributes:
-        loss_T: cross-entropy of each slot, 0 where it is not supervised [nats], shape (T,).
-        right_T: whether the most likely token is the label; None unless asked for, shape (T,).
+        loss_T: cross-entropy of each slot, 0 where it has no label [nats], shape (T,).
+        right_T: whether the most likely token is the label, False without one; None unless asked for, shape (T,).
         hidden_TH: gradient of the hidden states; None where it is not needed.
         parameters: gradients of the output layer's parameters, None where not needed.
     """
@@ -104,7 +112,8 @@ class Task:
     """Labels and settings for computing the losses of a pack.
 
     Attributes:
-        labels_T: token ids, `IGNORED` where a slot is not supervised, shape (T,).
+        labels_T: token ids, read where a slot has a label, shape (T,).
+        labelled_K: the slots that have one, shape (K,).
         per: what the sum of the losses is divided by.
         chunk: slots whose logits are in memory at a time [slots].
         after: what the model does to its logits.
@@ -113,29 +122,27 @@ class Task:
     """
 
     labels_T: torch.Tensor
+    labelled_K: torch.Tensor
     per: int
     chunk: int
     after: AfterHead
     judge: bool
     factor_T: torch.Tensor | None = None
 
-    def chunks(self) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield the rows of each chunk, and its labels."""
-        for start in range(0, len(self.labels_T), self.chunk):
-            part = slice(start, start + self.chunk)
-            yield part, self.labels_T[part]
+    def chunks(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield the slots of each chunk, shape (C,), and their labels."""
+        for start in range(0, len(self.labelled_K), self.chunk):
+            slots_C = self.labelled_K[start : start + self.chunk]
+            yield slots_C, self.labels_T[slots_C]
 
     @property
     def factor(self) -> float:
         """Factor from a slot's slopes along its logits to gradients: the logits' scale over the loss's divisor."""
         return self.after.scale / self.per
 
-    def weights(self, part: slice, dtype: torch.dtype) -> torch.Tensor:
-        """Factor of each slot of a chunk beside `factor`: 0 where it is not supervised, shape (C, 1)."""
-        supervised_C = self.labels_T[part] != IGNORED
-        if self.factor_T is None:
-            return supervised_C[:, None].to(dtype)
-        return (supervised_C * self.factor_T[part])[:, None].to(dtype)
+    def weights(self, slots_C: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+        """Factor of each slot of a chunk beside `factor`, shape (C, 1); None for 1."""
+        return None if self.factor_T is None else self.factor_T[slots_C, None].to(dtype)
 
 
 def linear_losses(layer: nn.Linear, task: Task) -> Compute:
@@ -150,25 +157,27 @@ def linear_losses(layer: nn.Linear, task: Task) -> Compute:
             bias: nn.Parameter | None = layer.bias  # torch's annotation leaves None out
             bias_V = None if bias is None else bias.to(dtype)
             results = _Results(hidden_TH_, task)
-            grad_hidden_TH = torch.empty_like(hidden_TH_) if needs_hidden else None
+            grad_hidden_TH = torch.zeros_like(hidden_TH_) if needs_hidden else None
             grad_weight_VH = torch.zeros_like(weight_VH, dtype=sum_dtype) if needs[0] else None
             grad_bias_V = torch.zeros_like(bias_V, dtype=sum_dtype) if bias_V is not None and needs[1] else None
-            for part, labels_C in task.chunks():
+            for slots_C, labels_C in task.chunks():
                 # One chunk's logits at a time: the whole pack's would be T x V.
-                hidden_CH = hidden_TH_[part]
+                hidden_CH = hidden_TH_[slots_C]
                 logits_CV = linear(hidden_CH, weight_VH, bias_V)
-                slopes_CV = results.add(part, logits_CV, labels_C, slopes=needs_hidden or any(needs))
+                slopes_CV = results.add(slots_C, logits_CV, labels_C, slopes=needs_hidden or any(needs))
                 if slopes_CV is None:
                     continue
-                weight_C1 = task.weights(part, sum_dtype)  # on (C, H) rather than on (C, V)
+                weight_C1 = task.weights(slots_C, sum_dtype)  # on (C, H) rather than on (C, V)
                 # Gradients at once, by the slopes dL/dlogits: bias sum(slopes), input slopes W, weight slopes^T x.
                 if grad_bias_V is not None:
-                    grad_bias_V += weight_C1[:, 0] @ slopes_CV
+                    grad_bias_V += slopes_CV.sum(0) if weight_C1 is None else weight_C1[:, 0] @ slopes_CV
                 slopes_CV = slopes_CV.to(dtype)
                 if grad_hidden_TH is not None:
-                    torch.mul(product(slopes_CV, weight_VH), weight_C1 * task.factor, out=grad_hidden_TH[part])
+                    factor = task.factor if weight_C1 is None else weight_C1 * task.factor
+                    grad_hidden_TH[slots_C] = (product(slopes_CV, weight_VH) * factor).to(dtype)
                 if grad_weight_VH is not None:
-                    _add_product(grad_weight_VH, slopes_CV, (hidden_CH * weight_C1).to(dtype))
+                    weighted_CH = hidden_CH if weight_C1 is None else (hidden_CH * weight_C1).to(dtype)
+                    _add_product(grad_weight_VH, slopes_CV, weighted_CH)
                 del logits_CV, slopes_CV  # before the next chunk's come
         # The factor (scale of the logits by number of supervised tokens), once on the sums and not on each chunk.
         sums = (grad_weight_VH, grad_bias_V)[: len(needs)]
@@ -187,11 +196,13 @@ def liger_losses(layer: nn.Linear, task: Task) -> Compute:
         device = hidden_TH.device.type
         dtype = product_dtype(hidden_TH, layer.weight)
         scale = task.after.scale
+        results, labels_K = _Results(hidden_TH, task), task.labels_T[task.labelled_K]
+        grad_hidden_TH = torch.zeros_like(hidden_TH) if needs_hidden else None
         with torch.autocast(device, enabled=False), _Uncounted():
-            loss_T, _, _, guess_T, grad_hidden_TH, grad_weight_VH, _ = fused_linear_cross_entropy_forward(
-                hidden_TH.to(dtype) * scale,  # a factor on the logits of a layer without bias
+            loss_K, _, _, guess_K, grad_hidden_KH, grad_weight_VH, _ = fused_linear_cross_entropy_forward(
+                hidden_TH[task.labelled_K].to(dtype) * scale,  # a factor on the logits of a layer without bias
                 layer.weight.detach().to(dtype),
-                task.labels_T,
+                labels_K,
                 reduction="none",
                 softcap=task.after.cap,
                 accum_dtype=torch.float32,
@@ -199,10 +210,13 @@ def liger_losses(layer: nn.Linear, task: Task) -> Compute:
                 compute_gradients=needs_hidden or needs[0],
                 weight_requires_grad=needs[0],
             )
-            right_T = guess_T == task.labels_T if task.judge else None
-            hidden = grad_hidden_TH.float().mul_(task.factor).to(hidden_TH.dtype) if needs_hidden else None
+            results.loss_T[task.labelled_K] = loss_K.to(results.loss_T.dtype)
+            if results.right_T is not None:
+                results.right_T[task.labelled_K] = guess_K == labels_K
+            if grad_hidden_TH is not None:
+                grad_hidden_TH[task.labelled_K] = grad_hidden_KH.float().mul_(task.factor).to(hidden_TH.dtype)
             weight = grad_weight_VH.to(layer.weight.dtype) / task.per if needs[0] else None
-        return HeadLosses(loss_T, right_T, hidden, (weight,))
+        return HeadLosses(results.loss_T, results.right_T, grad_hidden_TH, (weight,))
 
     return compute
 
@@ -230,21 +244,22 @@ def module_losses(
 
     def compute(hidden_TH: torch.Tensor, needs_hidden: bool, needs: tuple[bool, ...]) -> HeadLosses:
         results = _Results(hidden_TH, task)
-        grad_hidden_TH = torch.empty_like(hidden_TH) if needs_hidden else None
+        grad_hidden_TH = torch.zeros_like(hidden_TH) if needs_hidden else None
         learning = [parameter for parameter, need in zip(parameters, needs, strict=True) if need]
         sums = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in learning]
-        for part, labels_C in task.chunks():
-            hidden_CH = hidden_TH[part].detach().requires_grad_(needs_hidden)
+        for slots_C, labels_C in task.chunks():
+            hidden_CH = hidden_TH[slots_C].detach().requires_grad_(needs_hidden)
             with torch.set_grad_enabled(needs_hidden or any(needs)):
                 logits_CV = forward(hidden_CH)
-            slopes_CV = results.add(part, logits_CV.detach(), labels_C, slopes=logits_CV.requires_grad)
+            slopes_CV = results.add(slots_C, logits_CV.detach(), labels_C, slopes=logits_CV.requires_grad)
             if slopes_CV is None:
                 continue
-            slopes_CV *= task.weights(part, slopes_CV.dtype) * task.factor
+            weight_C1 = task.weights(slots_C, slopes_CV.dtype)
+            slopes_CV *= task.factor if weight_C1 is None else weight_C1 * task.factor
             wanted = [hidden_CH, *learning] if needs_hidden else learning
             grads = list(torch.autograd.grad(logits_CV, wanted, slopes_CV.to(logits_CV.dtype)))
             if grad_hidden_TH is not None:
-                grad_hidden_TH[part] = grads.pop(0)
+                grad_hidden_TH[slots_C] = grads.pop(0)
             for total, gradient in zip(sums, grads, strict=True):
                 total.add_(gradient)
         summed = iter([total.to(parameter.dtype) for total, parameter in zip(sums, learning, strict=True)])
@@ -257,24 +272,24 @@ def module_losses(
 class _Results:
     def __init__(self, hidden_TH: torch.Tensor, task: Task) -> None:
         self._after = task.after
-        self.loss_T = hidden_TH.new_empty(len(hidden_TH), dtype=torch.promote_types(hidden_TH.dtype, torch.float32))
-        self.right_T = torch.empty_like(self.loss_T, dtype=torch.bool) if task.judge else None
+        self.loss_T = hidden_TH.new_zeros(len(hidden_TH), dtype=torch.promote_types(hidden_TH.dtype, torch.float32))
+        self.right_T = torch.zeros_like(self.loss_T, dtype=torch.bool) if task.judge else None
 
-    def add(self, part: slice, logits_CV: torch.Tensor, labels_C: torch.Tensor, *, slopes: bool) -> torch.Tensor | None:
+    def add(
+        self, slots_C: torch.Tensor, logits_CV: torch.Tensor, labels_C: torch.Tensor, *, slopes: bool
+    ) -> torch.Tensor | None:
         """Note a chunk's losses.
 
         Returns:
-            The slope of each slot's loss along each of its logits, as if every slot were supervised and but for
-            `Task.factor`, shape (C, V); None unless asked for.
+            The slope of each slot's loss along each of its logits, but for `Task.factor`, shape (C, V); None unless
+            asked for.
         """
-        after = self._after
-        supervised_C = labels_C != IGNORED
-        labels_C1 = labels_C.clamp_min(0)[:, None]
+        after, labels_C1 = self._after, labels_C[:, None]
         shaped_CV = after(logits_CV)
         log_p_CV = torch.log_softmax(shaped_CV, dim=-1, dtype=self.loss_T.dtype)
-        self.loss_T[part] = torch.where(supervised_C, -log_p_CV.gather(1, labels_C1)[:, 0], 0.0)
+        self.loss_T[slots_C] = -log_p_CV.gather(1, labels_C1)[:, 0]
         if self.right_T is not None:
-            self.right_T[part] = log_p_CV.argmax(-1) == labels_C
+            self.right_T[slots_C] = log_p_CV.argmax(-1) == labels_C
         if not slopes:
             return None
         slopes_CV = log_p_CV.exp_()  # softmax, in the same memory

@@ -12,7 +12,7 @@ from headway.count import CostModel
 from headway.errors import ConfigError, DataError
 from headway.packing.budget import Budget, Size, over_budget, segment_costs, segments_within
 from headway.packing.parts import Dropout, PartCosts, PartTable
-from headway.packing.pieces import TargetRuns, Targets, split
+from headway.packing.pieces import TargetRuns, Targets, split, targets_within
 
 Overlong = Literal["error", "drop", "truncate", "split"]
 """Policy for a sample that is longer than a pack: an error, or it is left out, cut, or cut in pieces."""
@@ -178,6 +178,7 @@ class Items:
         overlong: Policies = "error",
         cost_model: CostModel | None = None,
         dropout: Dropout | None = None,
+        unlabelled_flops: float = 0.0,
     ) -> tuple["Items", dict[str, OverlongCounts]]:
         """Number the samples of all sources, by the policy for samples that exceed a pack.
 
@@ -190,6 +191,8 @@ class Items:
                 the others out. One for all sources, or by name for each.
             cost_model: the trained model's costs; None plans by tokens.
             dropout: of conditions, which sources with `parts` and `part_costs`, as a length index's, have.
+            unlabelled_flops: what a token without a label costs less than the cost model says, of a head that leaves
+                such tokens out.
 
         Returns:
             The items, and what became of the samples of each source.
@@ -224,7 +227,23 @@ class Items:
                 if dropout is not None
             ),
         )
+        if unlabelled_flops:
+            np.subtract(items.costs, unlabelled_flops * items.unlabelled(list(sources.values())), out=items.costs)
         return items, counts
+
+    def unlabelled(self, sources: Sequence[Lengths]) -> Numbers:
+        """Tokens of each item without a label, shape (N,).
+
+        Args:
+            sources: lengths of each source's rows, in the order of `names`.
+        """
+        numbers = self.tokens.astype(np.int64)
+        origins = self.locate(np.arange(len(self)))
+        for number, lengths in enumerate(sources):
+            own = slice(self.offsets[number], self.offsets[number + 1])
+            places = origins.row[own], origins.start[own], origins.stop[own]
+            numbers[own] -= targets_within(lengths.targets, lengths.tokens, *places)
+        return numbers
 
     def locate(self, items: Numbers) -> Origins:
         """Look up source, row and tokens of items."""

@@ -95,6 +95,32 @@ def split(tokens: Numbers, targets: Targets, most: int) -> Pieces:
     return Pieces(row, start, stop, np.diff(row, prepend=-1) > 0)
 
 
+def targets_within(targets: Targets, tokens: Numbers, row: Numbers, start: Numbers, stop: Numbers) -> Numbers:
+    """Count the targets of pieces of samples, those of their first tokens left out, since nothing predicts them.
+
+    Args:
+        targets: the samples' runs of targets.
+        tokens: length of each sample [tokens], shape (N,).
+        row: sample of each piece, shape (P,).
+        start: first token of each piece in its sample [tokens], shape (P,).
+        stop: one past its last [tokens], shape (P,).
+
+    >>> targets_within(TargetRuns(np.array([0]), np.array([[6, 9]])), np.array([10]), np.array([0]), [6], [8])
+    array([1])
+    """
+    # Places counted through all samples: the targets before a place are those of all runs that begin before it, less
+    # what reaches beyond it.
+    before = np.cumsum(tokens, dtype=np.int64) - tokens
+    runs = before[targets.rows][:, None] + targets.values
+    sums = np.concatenate([[0], (runs[:, 1] - runs[:, 0]).cumsum()])
+    ends = np.concatenate([[0], runs[:, 1]])
+    places = before[row] + np.stack([np.add(start, 1), stop])
+    begun = np.searchsorted(runs[:, 0], places)
+    first, last = sums[begun] - np.maximum(0, ends[begun] - places)
+    counts: Numbers = np.maximum(0, last - first)
+    return counts
+
+
 def split_sample(tokens: int, runs: tuple[Run, ...], most: int) -> list[tuple[int, int, bool]]:
     """`split` of a sample: start and stop of each piece, and whether it is the first.
 

@@ -19,6 +19,8 @@ from headway.packing.budget import segments_within
 from headway.packing.lengths import LengthTable
 from headway.packing.measure import report_on
 from headway.packing.mesh import MeshShape
+from headway.packing.pieces import targets_within
+from headway.predict.engine import HEADWAY, engine_named
 from headway.predict.lengths import lengths_of, policies_of
 from headway.predict.recipe import frozen_forward
 
@@ -37,6 +39,7 @@ class Packs:
         padded: tokens and patches of the pack that has the most where all its segments are as long as the longest.
         mean_patches: of a pack on average [patches].
         flops: of a mean step, all devices together, by component.
+        headed: share of tokens that the head runs on.
         epoch_tokens: of all samples once, those that are left out not among them.
         reference: FLOPs of the forward of a model that does not learn, likewise; None without one.
     """
@@ -52,6 +55,7 @@ class Packs:
     flops: FlopCount
     epoch_tokens: int
     reference: FlopCount | None = None
+    headed: float = 1.0
 
     @property
     def tokens_per_sample(self) -> float:
@@ -104,7 +108,12 @@ def plan_packs(
     ranks = shape.data_ranks
     # Each dataset has a policy of its own for samples that exceed a pack; of mere lengths nobody knows the dataset.
     parts = {name: part.table for name, part in table.parts.items()}
-    items, counts = Items.build(parts, budget, policies_of(table, data.overlong_of_all), cost_model)
+    # Headway's own head leaves out tokens without a label, where the lengths say which have one.
+    skips = config.skips_unlabelled and table.places is not None and engine_named(config.plan.engine) is HEADWAY
+    skipped = cost_model.head_flops if skips else 0.0
+    items, counts = Items.build(
+        parts, budget, policies_of(table, data.overlong_of_all), cost_model, unlabelled_flops=skipped
+    )
     if not len(items):
         raise ConfigError(f"of the lengths {name} none fits a pack of {budget.tokens} tokens; raise it.")
     order = Order.epochs(items.sizes, 1, seed=data.seed)
@@ -124,6 +133,8 @@ def plan_packs(
     # the FLOPs of all these packs, divided by their steps, are those of a mean step
     segments_N, splits_N = _segments_of(table, rows, origins.start, origins.stop)
     work = Workload(segments_N, images=grids, splits=splits_N, packs=len(full_steps) * ranks * accumulation)
+    if skips:
+        work = work.with_counts(logits=int(targets_within(table.targets, table.tokens, rows, *origins[2:4]).sum()))
     recompute = with_head(recompute) if config.weighs_losses else recompute
     count = cost_model.count(work, recompute=recompute).split(len(full_steps))[0]
     second = frozen_forward(config, cost_model)
@@ -156,6 +167,7 @@ def plan_packs(
         count,
         epoch,
         reference,
+        1.0 if work.logits is None else work.logits / work.tokens,
     )
 
 

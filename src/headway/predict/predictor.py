@@ -198,6 +198,8 @@ class Predictor:
         # the mean pack: its tokens in one segment, in slots of whole buckets, with its pictures as one
         tokens = packs.report.fill * config.data.tokens_per_pack
         pack = self._pack(config, math.ceil(tokens), round(packs.mean_patches))
+        if packs.headed < 1:
+            pack = pack.with_counts(logits=math.ceil(tokens * packs.headed))
         # gradients are added up over a step's packs: slices where each pack's are summed over devices, else all
         gradients = self.cost_model.params.trainable // shape.fsdp
         if config.parallel.reduce != "pack":

@@ -359,7 +359,7 @@ class StepTimes:
         moved += 2 * self._inputs(work, state)
         # no kernel of Liger's weighs losses
         fused = state.liger and not state.weighs if self._engine.fuses_loss is None else self._engine.fuses_loss
-        slots = work.pack.slots / work.sequence
+        slots = (work.pack.slots if work.pack.logits is None else work.pack.logits) / work.sequence
         moved += self._engine.bytes_of_biases(self._cost_model, work.pack)
         moved += work.sequence * loss_bytes(self._cost_model, slots, state, fused=fused, learns=bool(self._alive))
         gradients = self._trained if work.gradients is None else work.gradients

@@ -113,7 +113,8 @@ def open_feed(
         return StreamFeed(streaming, share, bad, files=files)
     # Packs planned over all lengths.
     indices = _indices(sources, encoder, data.workers, bad, ranks)
-    items, planned = Items.build(indices, budget_of(data), overlong_of(data), cost_model, dropout)
+    skipped = cost_model.head_flops if config.skips_unlabelled else 0.0
+    items, planned = Items.build(indices, budget_of(data), overlong_of(data), cost_model, dropout, skipped)
     order = Order(items.sizes, stages, seed=data.seed, tells_epochs=dropout is not None)
     plan = Plan(
         items,

@@ -6,8 +6,8 @@ this process computes, S the sources.
 
 The run's objective gives the loss of each pack (`objective.py`). That of a step is their sum over accumulation and
 ranks, divided by what all of them have: of cross-entropy the supervised tokens, so that neither the packing nor the
-number of ranks changes it. The head runs on every token of a pack, supervised or not, because that is what the ledger
-counts: what is billed is what runs.
+number of ranks changes it. Where the head leaves out slots without a label, the ledger bills it for labelled tokens
+alone: what is billed is what runs.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -193,7 +193,7 @@ class Loop:
             phase.at("backward", batch=batch)
             torch.autograd.backward(pack.total)
             sums.add(pack)
-            run.meter.count(batch.workload.with_counts(supervised=sum(batch.supervised)))
+            run.meter.count(batch.work(skips_unlabelled=run.trained.model_with_loss.skips_unlabelled))
         return ready, sums
 
     def _update(self, sums: StepSums, lr: float, shared: StepShare, batches: list[Batch]) -> None:

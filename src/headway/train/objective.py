@@ -93,16 +93,20 @@ class LoopStep(NamedTuple):
     meter: Meter
 
     @contextmanager
-    def forward(self, name: str, batch: Batch, cost_model: CostModel | None = None) -> Iterator[None]:
+    def forward(
+        self, name: str, batch: Batch, cost_model: CostModel | None = None, *, skips_unlabelled: bool = False
+    ) -> Iterator[None]:
         """Count and time a forward that has no backward, as a phase of the step.
 
         Args:
             name: of the phase, in records.
             batch: the pack.
             cost_model: of the model that runs; one of the objective's `ledgers`, or None for the trained model.
+            skips_unlabelled: whether its head runs on labelled tokens alone, as `ModelWithLoss.skips_unlabelled` says.
         """
+        workload = batch.workload.with_counts(logits=batch.num_supervised if skips_unlabelled else None)
         with self.meter.phase(name, forward_only=True):
-            self.meter.count(batch.workload, forward_only=True, cost_model=cost_model)
+            self.meter.count(workload, forward_only=True, cost_model=cost_model)
             yield
 
 
@@ -176,7 +180,9 @@ class Objective:
         """
         local = batch.local_slots(self.parts.group)
         with self.parts.autocast():
-            pack = self.parts.model_with_loss(batch.model_inputs(), batch.labels_1T[0, local], per=step.share.divisor)
+            pack = self.parts.model_with_loss(
+                batch.model_inputs(), batch.labels_1T[0, local], per=step.share.divisor, labelled_K=batch.labelled_K
+            )
         return PackSums(pack.total, pack.loss_T, batch.source_of_slots()[local])
 
     def record(self, numbers: StepNumbers, share: StepShare) -> dict[str, Any]:

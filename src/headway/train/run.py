@@ -13,6 +13,7 @@ import transformers
 from headway.checkpoint.export import find_checkpoint_in
 from headway.config import TrainConfig
 from headway.config.run import ProfileConfig
+from headway.count import Workload
 from headway.data import Batch
 from headway.data.feed import FeedReport
 from headway.data.pool import leave_if_imported_again
@@ -180,11 +181,12 @@ def _set_up_kept() -> Iterator[None]:
 
 def _bills(config: TrainConfig, run: Run, end: LoopEnd) -> list[dict[str, Any]]:
     bills: list[dict[str, Any]] = []
+    skips = run.trained.model_with_loss.skips_unlabelled
     with run.meter.boundary.guard("The bill of the last step by other tools' rules"):
         bills += billed_by_conventions(
             run.model.config.to_dict(),
             run.meter.cost_model,
-            end.batches,
+            Workload.total(batch.work(skips_unlabelled=skips) for batch in end.batches),
             row_length=config.data.tokens_per_pack,
             recompute=run.trained.recompute,
         )

@@ -8,7 +8,6 @@ from typing import Any
 from headway.answer.evaluate import Evaluation
 from headway.conventions import Step, architecture, conventions
 from headway.count import CostModel, Workload
-from headway.data import Batch
 from headway.data.bad_rows import OUTCOMES
 from headway.data.feed import FeedReport
 from headway.errors import HeadwayError
@@ -205,14 +204,14 @@ def _samples(report: FeedReport) -> str:
 
 
 def billed_by_conventions(
-    model_config: dict[str, Any], cost_model: CostModel, batches: Sequence[Batch], *, row_length: int, recompute: str
+    model_config: dict[str, Any], cost_model: CostModel, workload: Workload, *, row_length: int, recompute: str
 ) -> list[dict[str, Any]]:
     """Bill the packs that this process trained on in one step in every convention.
 
     Args:
         model_config: the content of the model's `config.json`.
         cost_model: of the model.
-        batches: the packs.
+        workload: of the packs.
         row_length: slots of a pack, which tools that bill the configured length take [tokens].
         recompute: which blocks are computed again in backward, as `CostModel.count` takes it.
 
@@ -220,7 +219,6 @@ def billed_by_conventions(
         Of each convention its name, version, FLOPs, their ratio to the useful ones (both None where the rule has no
         number for this model), and what it counts differently; nothing of a model whose sizes no rule can read.
     """
-    workload = Workload.total(batch.workload for batch in batches)
     step = Step(workload, max([row_length, *workload.segments.tolist()]), recompute)
     try:
         sizes = architecture(model_config, cost_model.name, cost_model)

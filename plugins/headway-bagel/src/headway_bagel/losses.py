@@ -1,5 +1,6 @@
 """Losses of a model that draws: cross-entropy of words, and the error of the flow's velocity on drawn patches."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ class LossOfDrawing(ModelWithLoss):
         """
         # words are judged on the slots that the head ran on; all others are right and lose nothing
         slots_S = inputs["understood_slots"][inputs["supervised_rows"]]
+        options = replace(options, labelled_K=torch.arange(len(slots_S), device=slots_S.device))
         loss, output = self._words.run(inputs, labels_T[slots_S], options)
         loss_T = loss.loss_T.new_zeros(len(labels_T)).index_copy(0, slots_S, loss.loss_T)
         right_T = None

@@ -100,7 +100,7 @@ class PairJudge(Judge):
             values_A = torch.tensor(values, dtype=torch.float64, device=batch.input_ids_1T.device)
         local = batch.local_slots(group)
         with autocast():
-            losses = model_with_loss(batch.model_inputs(), batch.labels_1T[0, local])
+            losses = model_with_loss(batch.model_inputs(), batch.labels_1T[0, local], labelled_K=batch.labelled_K)
         totals_6 = losses.loss_T.new_zeros(6, dtype=torch.float64)
         if batch.answers is None:
             return totals_6

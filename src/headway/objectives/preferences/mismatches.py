@@ -67,7 +67,7 @@ class Mismatches:
             if other.answers is None and ranks.size == 1:
                 continue
             ready = feed.with_blanks(other, wanted).dealt(scoring.group).to(scoring.device)
-            with step.forward("kl", other):
+            with step.forward("kl", other, skips_unlabelled=scoring.model_with_loss.skips_unlabelled):
                 log_p_A = scoring.log_probabilities(ready)
             values_A = None if self._refer is None else self._refer(ready, step)
             if other.answers is None or not ranks.bills:  # processes that share a pack all know its answers

@@ -123,7 +123,8 @@ class AdaptersOff:
 
     def metered(self, batch: Batch, step: LoopStep) -> torch.Tensor:
         """The same as a phase of a step, with its FLOPs counted."""
-        with step.forward("reference", batch, self.cost_model):
+        skips = self._scoring.model_with_loss.skips_unlabelled
+        with step.forward("reference", batch, self.cost_model, skips_unlabelled=skips):
             return self.of(batch)
 
 
@@ -186,7 +187,9 @@ class Preferences(Objective):
             weights = PackWeights(self._preferring, batch, group, per_pair, per_token, self._divergence)
         with self.parts.autocast():
             labels_L = batch.labels_1T[0, batch.local_slots(group)]
-            pack = self.parts.model_with_loss(batch.model_inputs(), labels_L, weigh=weights)
+            pack = self.parts.model_with_loss(
+                batch.model_inputs(), labels_L, weigh=weights, labelled_K=batch.labelled_K
+            )
         if weights is None or not self.parts.ranks.bills:  # processes that share a pack all know its pairs
             return PackSums(pack.total)
         assert weights.numbers is not None

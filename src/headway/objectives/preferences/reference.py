@@ -75,7 +75,7 @@ class Scoring(NamedTuple):
         """Log-probability of each answer of a pack that is on the device [nats], shape (A,); none of an empty pack."""
         local = batch.local_slots(self.group)
         with self.autocast():
-            losses = self.model_with_loss(batch.model_inputs(), batch.labels_1T[0, local])
+            losses = self.model_with_loss(batch.model_inputs(), batch.labels_1T[0, local], labelled_K=batch.labelled_K)
         if batch.answers is None:
             return losses.loss_T.new_empty(0, dtype=torch.float64)
         of_L = batch.answers.of_slots(batch.slots)[local]
@@ -150,7 +150,8 @@ def stored_reference(
                 (origin.source, _row(origin, starts), [next(values) for _ in range(number)])
                 for origin, number in zip(batch.origins, batch.num_answers, strict=True)
             ]
-            flops += sum(ranks.gather(cost_model.count(batch.workload, forward_only=True).total))
+            workload = batch.work(skips_unlabelled=scoring.model_with_loss.skips_unlabelled)
+            flops += sum(ranks.gather(cost_model.count(workload, forward_only=True).total))
             for part in ranks.gather(scored):
                 for name, row, numbers in part:
                     tables[name] = _fitting(tables[name], len(tables[name]), len(numbers))
