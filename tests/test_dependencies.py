@@ -19,6 +19,7 @@ IMPORTED_BY_OTHERS = {
     "zstandard": "fsspec, to open .zst files",
     "sqlalchemy": "mlflow, to write to a database file",
     "alembic": "mlflow, to write to a database file",
+    "flash-linear-attention": "transformers, for gated delta rules",
     "nvidia-cudnn-frontend": "importlib, by the name of the module that defines its operations",
 }
 # imported only where they are there already: loops that integrations join, and fsspec's client of web servers

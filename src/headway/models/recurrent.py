@@ -1,12 +1,15 @@
-"""Segments of a pack that run by themselves: through a model's recurrent layers, or through all of it.
+"""Segments of a pack that are kept apart: in a model's recurrent layers, or in all of it.
 
-Linear attention and state-space layers carry a state, and a short convolution, from token to token. transformers tells
-only some of their kernels where segments begin, and its own PyTorch code none. So each segment runs through such a
-layer by itself. A model that mixes the tokens of a pack in other ways runs each segment by itself as a whole.
+Linear attention and state-space layers carry a state, and a short convolution, from token to token. Where transformers
+hands boundaries on to the functions that do, as to gated delta rules, the layer runs once over the pack: the packages'
+kernels take boundaries, and `headway.models.delta_rule` stands in for its PyTorch code, which takes none. Through any
+other layer each segment runs by itself. A model that mixes the tokens of a pack in other ways runs each segment by
+itself as a whole.
 """
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -18,6 +21,7 @@ from transformers import PreTrainedModel
 from headway.errors import ConfigError
 from headway.models.attention import use_attention
 from headway.models.blocks import decoder_of
+from headway.models.delta_rule import packed_convolution, packed_gated_delta_rule, segment_numbers
 from headway.models.waits import on_pack
 
 _NO_BOUNDARIES_MESSAGE = (
@@ -26,12 +30,18 @@ _NO_BOUNDARIES_MESSAGE = (
 )
 
 
+# transformers' functions that take boundaries where a package has their kernel: the argument that brings them, and the
+# same function over a pack
+_TAKE_BOUNDARIES = {
+    "torch_chunk_gated_delta_rule": ("cu_seqlens", packed_gated_delta_rule),
+    "causal_conv1d_fn": ("seq_idx", packed_convolution),
+}
 # Methods of transformers' cache, by which a layer keeps a state or a convolution's last tokens instead of keys.
 _STATES = frozenset({"update_conv_state", "update_recurrent_state", "set_linear_cache", "conv_cache"})
 
 
 def separate_segments(model: nn.Module) -> None:
-    """Have every recurrent layer of a model run segment by segment where it is given a pack's boundaries.
+    """Have every recurrent layer of a model keep segments apart where it is given a pack's boundaries.
 
     A layer is recurrent if its forward takes hidden states and the cache of a state (`cache_params`), as those of
     transformers do, or hidden states, and its code keeps a state in the model's cache (LFM2's convolutions, MiniMax).
@@ -47,9 +57,44 @@ def separate_segments(model: nn.Module) -> None:
         if "ALL_ATTENTION_FUNCTIONS" in names_read(module):
             module.register_forward_pre_hook(_refuse_pack, with_kwargs=True)
         else:
-            vars(module)["forward"] = _separated(module.forward)
+            vars(module)["forward"] = _separated(module.forward, at_once=takes_boundaries(module))
     if not recurrent and any(_says_so(module) for module in model.modules()):
         model.register_forward_pre_hook(_refuse_pack, with_kwargs=True)
+
+
+def takes_boundaries(module: nn.Module) -> bool:
+    """Tell whether a recurrent layer hands boundaries on, so that it runs over a pack at once.
+
+    Its functions that have no kernel here are made to take boundaries.
+    """
+    forward = inspect.unwrap(type(module).forward)
+    if "cu_seq_lens_q" not in forward.__code__.co_consts:
+        return False
+    namespace = vars(sys.modules[type(module).__module__])
+    for name, (argument, over_pack) in _TAKE_BOUNDARIES.items():
+        if not hasattr(namespace.get(name), "over_pack") and not has_kernel(namespace.get(name)):
+            namespace[name] = _taking(namespace[name], argument, over_pack)
+    return True
+
+
+def has_kernel(function: Any) -> bool:
+    """Tell whether one of transformers' functions runs a package's kernel, not its own PyTorch code."""
+    return bool(inspect.getclosurevars(function).nonlocals.get("is_new_implementation", True))
+
+
+def _taking(function: Any, argument: str, over_pack: Any) -> Any:
+    """Wrap a function of transformers so that it runs another one where it is given boundaries."""
+    parameters = inspect.signature(over_pack).parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+
+    @functools.wraps(function)
+    def run(*args: Any, **options: Any) -> Any:
+        if options.get(argument) is None:
+            return function(*args, **options)
+        return over_pack(*args, **{name: option for name, option in options.items() if takes_all or name in parameters})
+
+    vars(run)["over_pack"] = over_pack
+    return run
 
 
 def run_apart(model: PreTrainedModel) -> None:
@@ -103,7 +148,7 @@ def _refuse_pack(_module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None
         raise ConfigError(_NO_BOUNDARIES_MESSAGE)
 
 
-def _separated(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _separated(forward: Callable[..., Any], *, at_once: bool) -> Callable[..., Any]:
     @functools.wraps(forward)
     def run(hidden_states: torch.Tensor, *args: Any, pack_cu_seqlens: torch.Tensor | None = None, **others: Any) -> Any:
         if pack_cu_seqlens is None:
@@ -115,10 +160,18 @@ def _separated(forward: Callable[..., Any]) -> Callable[..., Any]:
                 "This model's recurrent layers need whole segments: a pack cannot be shared by several processes, nor "
                 "its rows be padded. Set parallel.sequence to 1."
             )
+        if at_once:
+            return _at_once(forward, hidden_states, pack_cu_seqlens, others)
         spans = functools.partial(forward, **others)  # the other arguments hold for the whole pack
         return _segment_by_segment(spans, {"hidden_states": hidden_states}, pack_cu_seqlens)
 
     return run
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch leaves it untyped; packages' kernels do not compile
+def _at_once(forward: Any, hidden_1TH: torch.Tensor, cu_seqlens_N: torch.Tensor, others: dict[str, Any]) -> Any:
+    numbers_1T = segment_numbers(cu_seqlens_N, hidden_1TH.shape[1])
+    return forward(hidden_states=hidden_1TH, cu_seq_lens_q=cu_seqlens_N, seq_idx=numbers_1T, **others)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch leaves it untyped; boundaries are read on the host
