@@ -180,7 +180,8 @@ def _names(kinds: list[str]) -> str:
 
 
 def _short(detail: str) -> str:
-    """Text on a type, without numbers of its small copy, and no longer than a cell."""
+    """Text on a type, without errors of others' code and numbers of its small copy, and no longer than a cell."""
+    detail = re.sub(r" \(\w+Error: .*\)", "", detail)
     text = re.sub(r"\b\d[\d.]*\b", "N", detail).replace("|", "/").replace("\n", " ")
     return text if len(text) <= 160 else text[:157] + "..."
 
@@ -207,14 +208,13 @@ def _row(family: str, shared: str) -> dict[str, str]:
             raise SystemExit(f"{family} breaks a law: error {error}, leak {leak}, counted {counted} of {computed}.")
         needs = getattr(FAMILIES.get(family), "needs", ())
         notes = [f"needs {', '.join(needs)}"] * bool(needs) + [reason] * bool(reason)
+        notes += ["blocks are not compiled"] * (_outcome(_compiled, pair) == "no")
+        notes += ["no adapters on all linear modules"] * (_outcome(_adapted, pair) == "no")
         return {
             "family": NAMES["families"][family],
             "reads": _reads(pair),
             "packed = alone": f"{error:.0e}",
-            "FLOPs": "as computed" if not reason else "see notes",
-            "compile": _outcome(_compiled, pair),
             "sequence parallel": shared,
-            "LoRA": _outcome(_adapted, pair),
             "notes": "; ".join(notes),
         }
 
