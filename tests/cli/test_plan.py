@@ -45,6 +45,34 @@ def test_a_model_alone_is_planned_and_what_follows_agrees(headway):
     assert time["peak_flops_per_s"] == 8 * named_device("H100").peak_flops_per_s["bf16"]
 
 
+ONE_CARD = ("--devices", 1, "--device", "H200", "--set", "run.dtype=bfloat16-params")
+
+
+def test_faster_packs_of_the_same_step_are_named_and_their_settings_can_be_pasted(headway):
+    """Whoever pastes the settings gets the plan that was printed; what does not fit the packs stands beside it."""
+    plan = json.loads(headway("plan", RECIPE, *ONE_CARD, "--json").out)
+    whole, shorter = plan["same_step"]
+    step = 81_920
+    for other in (whole, shorter):
+        assert other["tokens_per_pack"] * other["accumulation"] == pytest.approx(step, rel=0.01)
+        pasted = [word for name, value in other["settings"].items() for word in ("--set", f"{name}={value}")]
+        again = json.loads(headway("plan", RECIPE, *ONE_CARD, *pasted, "--json").out)
+        assert again["time"]["mfu"][1] == pytest.approx(other["mfu"], rel=0.01)
+        assert again["memory"]["peak"] == pytest.approx(other["peak_bytes"], rel=0.01)
+        assert again["fit"] == "fits"
+    assert plan["time"]["mfu"][1] < whole["mfu"] < shorter["mfu"]
+    assert (whole["leaves_out"], shorter["leaves_out"]) == (False, True)
+    assert 0 == whole["longer_tokens"] < shorter["longer_samples"] < shorter["longer_tokens"] < 0.04
+    text = headway("plan", RECIPE, *ONE_CARD).out
+    packs, tokens = shorter["accumulation"], shorter["tokens_per_pack"]
+    assert f"The same step in {packs} packs of {tokens:,}: {100 * shorter['mfu']:.1f} %" in text
+    assert "0.16 % of the samples are longer, with 2.8 % of the tokens (as chats; yours are not known)" in text
+    lines = text[text.index(f"in {packs} packs") :].partition("\n\n")[0].splitlines()
+    assert " ".join(lines[1:]).replace("\\ ", "").split() == [
+        word for name, value in shorter["settings"].items() for word in ("--set", f"{name}={value}")
+    ]
+
+
 def test_a_recipe_is_planned_for_its_own_devices_within_eighty_columns(headway, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     result = headway("plan", RECIPE)

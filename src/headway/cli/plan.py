@@ -28,11 +28,12 @@ if TYPE_CHECKING:
     from headway.devices import Device
     from headway.packing.lengths import LengthTable
     from headway.predict.failures import Reliability
-    from headway.predict.prediction import Prediction, RunTotals
+    from headway.predict.prediction import OtherPacks, Prediction, RunTotals
     from headway.predict.predictor import Predictor
     from headway.predict.speeds import Speeds
 
 _PACK = 8192  # tokens of a pack, where MODEL alone is named
+_MOST_SAMPLES = 200_000  # among which other packs are looked for: some seconds
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "bfloat16-autocast": "bf16"}
 
 
@@ -257,6 +258,7 @@ def _planned(
     making_s = None if measured is None else measured.making_s
     predictor = replace(predictor, speeds=speeds, links=links, making_s=making_s)
     planned = _with_note_on_auto(predictor, predictor.at(config, count, table))
+    planned = replace(planned, others=_other_packs(predictor, planned, table))
     return planned, run.totals(planned, planned.work.counts.read)
 
 
@@ -272,6 +274,20 @@ def _with_note_on_auto(predictor: "Predictor", planned: "Prediction") -> "Predic
     other = replace(predictor, device=None, speeds=speeds).over(planned.packs, faster, planned.devices)
     note = note_on_auto(planned.step, other.step, other.memory.peak - planned.memory.peak)
     return replace(planned, notes=(*planned.notes, note))
+
+
+def _other_packs(
+    predictor: "Predictor", planned: "Prediction", table: "tuple[str, LengthTable] | None"
+) -> "tuple[OtherPacks, ...]":
+    """Faster packs of as many tokens a step; none are looked for without a device, or among too many samples."""
+    from headway.predict.lengths import lengths_of
+    from headway.predict.tune import same_step
+
+    config, devices = planned.config, planned.devices
+    lengths = table or lengths_of(config, predictor.cost_model, planned.shape)
+    if predictor.device is None or lengths is None or len(lengths[1].tokens) > _MOST_SAMPLES:
+        return ()
+    return same_step(config, predictor, devices, lengths)
 
 
 def pattern_of(

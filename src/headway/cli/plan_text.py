@@ -3,6 +3,7 @@
 import math
 import sys
 from collections.abc import Callable
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from headway.cli.links import note_on_links
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from headway.predict.packs import Packs
-    from headway.predict.prediction import Prediction, RunTotals
+    from headway.predict.prediction import OtherPacks, Prediction, RunTotals
     from headway.predict.speeds import Cases
     from headway.predict.step_time import StepForecast
 
@@ -41,7 +42,8 @@ def plan_record(planned: "Prediction", totals: "RunTotals | None") -> dict[str, 
     speeds = planned.speeds
     assert speeds is not None
     source = {"device": speeds.name, "source": speeds.source, "measured": speeds.is_measured}
-    return {**planned.to_dict(), "speeds": source, "run": totals and totals.to_dict()}
+    others = [other.to_dict() for other in planned.others]
+    return {**planned.to_dict(), "same_step": others, "speeds": source, "run": totals and totals.to_dict()}
 
 
 def plan_text(planned: "Prediction", totals: "RunTotals | None") -> str:
@@ -70,6 +72,7 @@ def plan_text(planned: "Prediction", totals: "RunTotals | None") -> str:
     sections = [render_pairs(pairs + ([] if totals is None else _totals_pairs(totals)))]
     if planned.ways:
         sections.append(ways_text(planned))
+    sections += [other_packs_text(other) for other in planned.others]
     on_links = note_on_links(planned.links, planned.devices)
     if planned.links is None and planned.devices > 1:  # every number above is a best case, which is said first
         sections.append(render_lines([on_links]))
@@ -81,6 +84,22 @@ def plan_text(planned: "Prediction", totals: "RunTotals | None") -> str:
             f"{format_count(max(1, data.workers))}."
         )
     return in_red("\n\n".join([*sections, _lines(time), render_lines([note for note in notes if note])]))
+
+
+def other_packs_text(other: "OtherPacks") -> str:
+    """Say what a step of as many tokens in other packs reaches, how many samples are longer, and the settings."""
+    choice = other.choice
+    packs, tokens = choice.config.optim.accumulation, format_count(choice.config.data.tokens_per_pack)
+    where = f"{packs:,} packs" if packs > 1 else "1 pack"
+    longer = "No sample is longer"
+    if other.samples:
+        share, of_tokens = f"{100 * other.samples:.2g} %", format_share(other.tokens)
+        longer = f"{share} of the samples are longer, with {of_tokens} of the tokens"
+    of = "" if choice.config.plan.mix is None else f" (as {choice.work.lengths.partition(':')[0]}; yours are not known)"
+    line = f"The same step in {where} of {tokens}: {format_share(choice.step.mfu.expected)}, "
+    settings = wrap(" ".join(f"--set\xa0{setting}" for setting in choice.settings), 76, break_long_words=False)
+    pasted = " \\\n  ".join(settings).replace("\xa0", " ")
+    return f"{render_lines([f'{line}{format_bytes(choice.memory.peak)}. {longer}{of}.'])}\n  {pasted}"
 
 
 def plans_text(names: "Sequence[str]", plans: "Sequence[tuple[Prediction, RunTotals | None]]") -> str:

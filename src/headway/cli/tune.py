@@ -162,6 +162,7 @@ def _tuned(
     steps: int | None,
 ) -> TuneReport:
     """Search, and measure the best where that is asked for."""
+    from headway.predict.prediction import OtherPacks
     from headway.predict.recipe import precision_of
     from headway.predict.tune import corrected, distinct, front
 
@@ -176,6 +177,7 @@ def _tuned(
     # Steps that were really run correct the forecasts of all others.
     trials = _run(best[:measure], search.devices, steps) if measure else {}
     again = corrected(result.ranked, trials) if trials else []
+    shorter = result.fastest_shorter
     left_out = search.predictor.saved[precision_of(search.config, search.devices)].left_out
     notes = [
         note_on_tokens(best[0]),
@@ -194,6 +196,7 @@ def _tuned(
         source=speeds.source.partition(" (")[0],
         result=result,
         best=best[:top],
+        shorter=None if shorter is None else OtherPacks(shorter, *search.longer(shorter.config), leaves_out=True),
         front=front(result.candidates),
         trials=trials,
         again=again,

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from headway.cli.plan_text import LABELS, overlong_text
+from headway.cli.plan_text import LABELS, other_packs_text, overlong_text
 from headway.report import (
     Column,
     format_bytes,
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from headway.cli.plan_data import RunLength
     from headway.devices import Device
-    from headway.predict.prediction import Prediction
+    from headway.predict.prediction import OtherPacks, Prediction
     from headway.predict.tune import SearchResult, Trial
 
 T = TypeVar("T")
@@ -45,6 +45,7 @@ class TuneReport:
     source: str  # origin of the device's speeds
     result: "SearchResult"
     best: "Sequence[Prediction]"
+    shorter: "OtherPacks | None"  # in packs that leave out samples
     front: "Sequence[Prediction]"
     trials: "Mapping[Prediction, Trial]"
     again: "Sequence[tuple[Prediction, float, Trial | None]]"  # ranked after measuring
@@ -91,6 +92,7 @@ def to_dict(tuned: TuneReport) -> dict[str, Any]:
         "seconds": result.seconds,
         "as_it_is": _candidate_record(tuned, result.own),
         "best": [_candidate_record(tuned, candidate) for candidate in tuned.best],
+        "shorter": None if tuned.shorter is None else tuned.shorter.to_dict(),
         "front": [_candidate_record(tuned, candidate) for candidate in tuned.front],
         "next": None if further is None else _candidate_record(tuned, further) | {"more": _more(tuned, further)},
         "measured": [
@@ -136,6 +138,7 @@ def _more(tuned: TuneReport, further: "Prediction") -> dict[str, int]:
 def as_text(tuned: TuneReport) -> str:
     """The search as a person reads it."""
     sections = [render_pairs(_head(tuned)), _best_table(tuned), _settings_table(tuned.best)]
+    sections += [] if tuned.shorter is None else [other_packs_text(tuned.shorter)]
     sections += [_front_table(tuned)] if tuned.result.room_bytes is not None else []
     sections.append(render_lines([_what_is_next(tuned)]))
     if tuned.trials:

@@ -4,7 +4,7 @@ First what changes no result and costs time, then fewer bits for what the optimi
 smaller packs and more devices. Where none is enough by itself, they are put together.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ PRICES = {
     "model.lora.rank": "adapters learn, and the model's own weights stay as they are",
     "model.base": "the frozen weights are rounded to 4 bits",
     "data.tokens_per_pack": "longer samples are cut or dropped, and a step has fewer tokens",
+    "optim.accumulation": "longer samples are cut or dropped",
     "parallel.offload": "a step waits for the host's memory",
 }
 """Price of each setting, by its name, or by its name and value."""
@@ -34,6 +35,7 @@ PRICES = {
 LORA_RANK = 16
 """Rank of the adapters that are proposed: PEFT's tutorials and LLaMA-Factory's examples use 8 to 64."""
 _IN_4_BITS = "model.base=nf4"
+_PACK, _PACKS = "data.tokens_per_pack", "optim.accumulation"
 _FEWEST_TOKENS = 1024  # in a pack that is still worth a step
 _MOST_DOUBLED = 10  # times that devices are doubled
 _WORTH = 0.99  # share of the present peak; settings that save less are not named
@@ -59,8 +61,10 @@ class Way:
     @property
     def price(self) -> str:
         """Price of the settings, in words."""
-        prices = [PRICES.get(setting) or PRICES[setting.partition("=")[0]] for setting in self.settings]
-        return "; ".join(prices) or "more devices"
+        names = [_name(setting) for setting in self.settings]
+        # shorter packs with more of them in a step have the price of the latter
+        settings = [setting for setting in self.settings if not (_name(setting) == _PACK and _PACKS in names)]
+        return "; ".join(PRICES.get(setting) or PRICES[_name(setting)] for setting in settings) or "more devices"
 
     def __str__(self) -> str:
         return " and ".join(self.settings) or f"{self.devices:,} devices"
@@ -99,7 +103,7 @@ def ways_to_fit(config: TrainConfig, devices: int, room_bytes: int, peak: Peak) 
     for settings in gentlest_first(config):
         way = _tried(config, settings, devices, peak)
         if way is not None and way.peak_bytes <= min(room_bytes, _WORTH * now):
-            is_repeated = any(settings[0].partition("=")[0] == other.settings[0].partition("=")[0] for other in enough)
+            is_repeated = any(_name(settings[0]) == _name(other.settings[0]) for other in enough)
             enough += [] if is_repeated else [way]
     together = () if enough else (_together(config, devices, room_bytes, peak),)
     if together and together[0].peak_bytes <= room_bytes:
@@ -114,21 +118,29 @@ def ways_to_fit(config: TrainConfig, devices: int, room_bytes: int, peak: Peak) 
 
 def _together(config: TrainConfig, devices: int, room_bytes: int, peak: Peak) -> Way:
     """Add settings until the run fits, then drop the settings that turn out not to be needed."""
+    chosen: list[tuple[str, ...]] = []  # settings that go together are added and dropped together
     best = Way((), devices, peak(config, devices))
     for settings in gentlest_first(config):
         if best.peak_bytes <= room_bytes:
             break
-        others = tuple(
-            setting for setting in best.settings if setting.partition("=")[0] != settings[0].partition("=")[0]
-        )
-        way = _tried(config, (*others, *settings), devices, peak)
+        others = [group for group in chosen if _name(group[0]) != _name(settings[0])]
+        way = _tried(config, _joined([*others, settings]), devices, peak)
         if way is not None and way.peak_bytes < _WORTH * best.peak_bytes:
-            best = way
-    for setting in best.settings:
-        way = _tried(config, tuple(other for other in best.settings if other != setting), devices, peak)
+            best, chosen = way, [*others, settings]
+    for settings in [*chosen]:
+        fewer = [group for group in chosen if group != settings]
+        way = _tried(config, _joined(fewer), devices, peak)
         if way is not None and way.peak_bytes <= room_bytes:
-            best = way
+            best, chosen = way, fewer
     return best
+
+
+def _joined(groups: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+    return tuple(setting for group in groups for setting in group)
+
+
+def _name(setting: str) -> str:
+    return setting.partition("=")[0]
 
 
 def gentlest_first(config: TrainConfig) -> Iterator[tuple[str, ...]]:
@@ -150,10 +162,11 @@ def gentlest_first(config: TrainConfig) -> Iterator[tuple[str, ...]]:
     if not parallel.offload:
         yield ("parallel.offload=true",)
     yield from _of_adapters(config)
-    tokens = config.data.tokens_per_pack // 2
-    while tokens >= _FEWEST_TOKENS:
-        yield (f"data.tokens_per_pack={tokens}",)
-        tokens //= 2
+    # shorter packs: first as many more of them, whose gradients are added up, then fewer tokens a step
+    tokens, packs = config.data.tokens_per_pack, config.optim.accumulation
+    halvings = range(1, 1 + max(0, (tokens // _FEWEST_TOKENS).bit_length() - 1))
+    yield from ((f"{_PACK}={tokens >> times}", f"{_PACKS}={packs << times}") for times in halvings)
+    yield from ((f"{_PACK}={tokens >> times}",) for times in halvings)
 
 
 def _differing(settings: Mapping[str, bool]) -> Iterator[tuple[str, ...]]:

@@ -51,6 +51,38 @@ class RunTotals:
 
 
 @dataclass(frozen=True, eq=False)
+class OtherPacks:
+    """A step of as many tokens in other packs, which is faster.
+
+    Attributes:
+        choice: it, with the settings that differ.
+        samples: share of the samples that are longer than its packs.
+        tokens: the share of the tokens that these samples have.
+        leaves_out: whether its packs leave out more samples than the recipe's.
+    """
+
+    choice: "Prediction"
+    samples: float
+    tokens: float
+    leaves_out: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        choice = self.choice
+        return {
+            "settings": dict(choice.changes),
+            "tokens_per_pack": choice.config.data.tokens_per_pack,
+            "accumulation": choice.config.optim.accumulation,
+            "mfu": choice.step.mfu.expected,
+            "step_s": choice.step_s,
+            "peak_bytes": choice.memory.peak,
+            "longer_samples": self.samples,
+            "longer_tokens": self.tokens,
+            "leaves_out": self.leaves_out,
+        }
+
+
+@dataclass(frozen=True, eq=False)
 class Prediction:
     """Memory, packs and time of a recipe on so many devices.
 
@@ -73,6 +105,7 @@ class Prediction:
         interruptions: by failures; None where nothing was said of them.
         padding: numbers that slices of the weights hold over those that there are.
         planned_steps: steps of packs that were planned; 0 where nobody counted.
+        others: faster packs of as many tokens a step; none where nobody looked.
     """
 
     config: TrainConfig
@@ -93,6 +126,7 @@ class Prediction:
     interruptions: Interruptions | None = None
     padding: float = 1.0
     planned_steps: int = 0
+    others: tuple[OtherPacks, ...] = ()
 
     @property
     def devices(self) -> int:

@@ -7,7 +7,7 @@ rest are rules, each named in the comment beside its value.
 import copy
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,14 +15,18 @@ import yaml
 
 from headway.config import TrainConfig, parse_config, with_overrides
 from headway.count import CostModel
-from headway.data.index.length_index import LengthIndex
+from headway.data.index.length_index import LengthIndex, length_table
 from headway.devices import Device
-from headway.errors import ConfigError, DataError
+from headway.errors import ConfigError, DataError, PlanError
 from headway.packing import Budget, Items, Order, Plan, measure
+from headway.packing.lengths import LengthTable
 from headway.plugins import objectives
 from headway.predict.fitting import LORA_RANK, room_of
-from headway.predict.prediction import Prediction
+from headway.predict.prediction import OtherPacks, Prediction
 from headway.predict.predictor import Predictor
+from headway.predict.recipe import precision_of
+from headway.predict.speeds import Speeds
+from headway.predict.tune import same_step
 from headway.report import format_bytes, format_count, format_share
 from headway.words import Argument
 
@@ -180,19 +184,19 @@ def suggest(
     if held_out is not None:
         raw["data"]["eval"] = {"path": held_out, "columns": dict(columns)} if columns else held_out
         raw["eval"] = {"at_end": True}
+    # packs of a step for enough samples
+    per_step = math.ceil(lengths.tokens.mean() * _SAMPLES_PER_STEP / pack)
+    steps, accumulation = _steps(data, raw["data"], cost_model, max(1, min(_SAMPLES_PER_STEP, per_step)))
+    raw["optim"] |= {"accumulation": accumulation} if accumulation > 1 else {}
     planned = None
-    # settings that make it fit the device's memory
+    # packs of as many tokens a step that fit the device's memory and train fastest there, else other settings
     if device is not None:
-        if len(data) == 1:  # a plan over the data themselves; over full packs where there are several
-            raw["plan"] = {"lengths": str(next(iter(data.values())).path)}
-        raw, planned = _fitted(raw, cost_model, device, _learning_rate(cost_model, lengths, adapters=True))
-        raw.pop("plan", None)
+        table = ", ".join(data), length_table(data, raw["data"].get("overlong", "error"))
+        raw, planned = _fitted(raw, cost_model, device, _learning_rate(cost_model, lengths, adapters=True), table)
         raw["plan"] = {"device": device.key}
-    # packs of a step for enough samples, then epochs for enough steps
-    per_step = lengths.tokens.mean() * _SAMPLES_PER_STEP / raw["data"]["tokens_per_pack"]
-    steps, accumulation = _steps(data, raw["data"], cost_model, max(1, min(_SAMPLES_PER_STEP, math.ceil(per_step))))
-    if accumulation > 1:
-        raw["optim"]["accumulation"] = accumulation
+        steps, accumulation = _steps(data, raw["data"], cost_model, raw["optim"].get("accumulation", 1))
+        raw["optim"] |= {"accumulation": accumulation} if "accumulation" in raw["optim"] else {}
+    # epochs for enough steps
     epochs = _epochs(steps, cost_model, lengths, from_scratch=not has_weights)
     total = epochs * steps
     del raw["optim"]["steps"]
@@ -300,8 +304,9 @@ def _fitted(
     cost_model: CostModel,
     device: Device,
     rate_of_adapters: float,
+    lengths: tuple[str, LengthTable],
 ) -> tuple[dict[str, Any], Prediction]:
-    """Settings that fit a device: none, the gentlest setting that is enough, adapters, or both."""
+    """Settings for a device: the fastest packs, else the gentlest setting that is enough, adapters, or both."""
     room = room_of(device) or 0
     for adapters in (False, True):
         if adapters:
@@ -309,21 +314,36 @@ def _fitted(
             raw["optim"] = raw["optim"] | {"lr": rate_of_adapters}
         config = parse_config(raw)
         predictor = Predictor.of(config, cost_model, device=device)
-        planned = predictor.at(config, 1)
-        if planned.fit in ("fits", None):
-            return raw, planned
+        planned = predictor.at(config, 1, lengths)
+        others = [other.choice for other in _other_packs(predictor, config, device, lengths) if not other.leaves_out]
+        ways: list[tuple[str, ...]] = [others[0].settings] if others else []
+        if not ways and planned.fit in ("fits", None):
+            ways = [()]
         for way in planned.ways:
-            # shorter packs drop samples, and adapters, which are tried next, learn at a rate of their own
-            shorter = any(setting.startswith(("data.tokens_per_pack", "model.lora")) for setting in way.settings)
+            # shorter packs are tried above, and adapters, which are tried next, learn at a rate of their own
+            is_tried_apart = any(setting.startswith(("data.tokens_per_pack", "model.lora")) for setting in way.settings)
             gentle = adapters or len(way.settings) == 1  # adapters do less harm than several roundings together
-            if way.devices == 1 and way.settings and gentle and way.peak_bytes <= room and not shorter:
-                changed = copy.deepcopy(raw)
-                return changed, predictor.at(with_overrides(changed, way.settings), 1)
+            if way.devices == 1 and way.settings and gentle and way.peak_bytes <= room and not is_tried_apart:
+                ways.append(way.settings)
+        if ways:
+            changed = copy.deepcopy(raw)
+            return changed, predictor.at(with_overrides(changed, ways[0]), 1, lengths)
     raise ConfigError(
         f"No settings were found with which {raw['model']['path']} trains on one {device.title}: adapters of rank "
         f"{LORA_RANK} need {format_bytes(planned.memory.peak)}. Give a smaller model or another {Argument('device')}, "
         "or plan several devices with headway train --dry-run --devices N."
     )
+
+
+def _other_packs(
+    predictor: Predictor, config: TrainConfig, device: Device, lengths: tuple[str, LengthTable]
+) -> tuple[OtherPacks, ...]:
+    """Faster packs of as many tokens a step; none where the device's rates are not known."""
+    try:
+        speeds = Speeds.of_device(device, "fp32" if precision_of(config, 1) == "float32" else "bf16")
+    except PlanError:
+        return ()
+    return same_step(config, replace(predictor, speeds=speeds), 1, lengths)
 
 
 def _steps(
@@ -378,7 +398,7 @@ def _comments(
         "optim.accumulation": f"packs per step, for {_SAMPLES_PER_STEP} samples a step or more",
         "optim.warmup_steps": "3 % of the steps, in which the rate rises [steps]",
         "optim.state": "how moments are held, to save memory",
-        "speed": "Chosen so that the run fits the device's memory.",
+        "speed": "Chosen so that the run fits the device's memory and trains fastest there.",
         "checkpoint": "The last one is exported as a folder that transformers opens.",
         "checkpoint.every": "steps from one to the next; `headway train --resume` goes on from the newest",
         **({} if objective is None else objective.comments),

@@ -6,16 +6,21 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from headway.config import load_config
+from headway.count import load_cost_model
 from headway.devices import named_device
 from headway.errors import DataError, PlanError
-from headway.packing.lengths import LengthTable
+from headway.packing.lengths import MIXES, LengthTable
+from headway.predict.communication import Links
+from headway.predict.lengths import lengths_of
 from headway.predict.packs import plan_packs
 from headway.predict.predictor import Predictor
 from headway.predict.speeds import Speeds
-from headway.predict.tune import distinct, front
+from headway.predict.tune import Search, Space, distinct, front, same_step
 from headway.predict.tune.search import PricedLengths
 from headway.predict.tune.space import admitted
 from helpers.device import length_table, pretended_step
+from helpers.processes import ROOT
 
 
 def test_choices_are_ranked_by_useful_flops_over_predicted_time_and_fit(make_search):
@@ -102,6 +107,53 @@ def test_samples_are_not_given_up_for_speed(make_search, recipe):
     """Packs shorter than the longest sample would drop it; the recipe's own drop none."""
     search = make_search(accumulations=(1, 2, 16), timer=lambda config, packs: pretended_step(config, packs, {}))
     assert {one.config.optim.accumulation for one in search.run().candidates} == {1, 2}
+
+
+def test_packs_that_leave_out_samples_are_no_choices_and_stand_beside_them(make_search, recipe):
+    """One of 4,000 samples is longer than packs of half the length."""
+    tokens = np.where(np.arange(8000) % 4000 == 7, 20_000, 300)
+    none = np.zeros((0, 3), dtype=np.int64)
+    search = make_search(timer=lambda config, packs: pretended_step(config, packs, {}))
+    search.space = dataclasses.replace(search.space, accumulations=(1, 2))
+    search = dataclasses.replace(search, lengths=("long ones", LengthTable(tokens, 0 * tokens, none, none[:, 0])))
+    found = search.run()
+    assert {one.config.optim.accumulation for one in found.candidates} == {1}
+    assert {one.config.optim.accumulation for one in found.shorter} == {2}
+    samples, of_tokens = search.longer(found.shorter[0].config)
+    assert (samples, of_tokens) == (1 / 4000, pytest.approx(20_000 / (20_000 + 3999 * 300)))
+    assert found.fitting == len(found.ranked)
+
+
+def test_rare_long_samples_of_a_mix_are_counted_over_more_samples_than_a_few_steps_hold(recipe):
+    config = admitted(recipe, {"plan.mix": "chats", "data.tokens_per_pack": 81_920, "plan.devices": 1})
+    found = same_step(config, on_device(config, "H200"), 1, lengths_of(config, load_cost_model("qwen2.5-7b"), SHAPE))
+    drawn = MIXES["chats"].lengths(200_000).tokens
+    for other in found:
+        is_longer = drawn > other.choice.config.data.tokens_per_pack
+        assert other.samples == pytest.approx(is_longer.mean(), abs=2e-4)
+        assert other.leaves_out == bool(other.tokens > 0.001)
+
+
+def test_more_packs_pay_for_their_gathers(recipe):
+    """Weights are gathered for each pack, so that slow links make packs long."""
+    config = admitted(recipe, {"plan.mix": "chats", "data.tokens_per_pack": 81_920})
+    shape = config.parallel.mesh_shape(16)
+    lengths = lengths_of(config, load_cost_model("qwen2.5-7b"), shape)
+    packs = {}
+    for network in (50e9, 0.5e9):
+        links = Links.of_device(named_device("H200"), network_bytes_per_s=network, per_node=8)
+        search = Search(config, on_device(config, "H200", links), 16, 50 * 2**30, lengths, Space.of_packs(config, 16))
+        packs[network] = search.run().ranked[0].config.optim.accumulation
+    assert packs[0.5e9] == 1 < packs[50e9]
+
+
+SHAPE = load_config(ROOT / "recipes/qwen2.5-7b-text-81920.yaml").parallel.mesh_shape(1)
+
+
+def on_device(config, name, links=None):
+    device = named_device(name)
+    speeds = Speeds.of_device(device, "bf16")
+    return Predictor.of(config, load_cost_model("qwen2.5-7b"), device=device, speeds=speeds, links=links)
 
 
 def test_a_recipe_whose_samples_do_not_fit_it_is_told_so(make_search, recipe):

@@ -5,7 +5,7 @@ best and corrects the rest.
 """
 
 from headway.predict.tune.measure import Trial, corrected, measure
-from headway.predict.tune.search import Search, SearchResult, distinct, front
+from headway.predict.tune.search import Search, SearchResult, distinct, front, same_step
 from headway.predict.tune.space import Space, parse_step_tokens, recipe_text
 
 __all__ = [
@@ -19,4 +19,5 @@ __all__ = [
     "measure",
     "parse_step_tokens",
     "recipe_text",
+    "same_step",
 ]

@@ -18,10 +18,11 @@ import numpy as np
 from headway.config import TrainConfig
 from headway.count import CostModel
 from headway.errors import ConfigError, DataError, PlanError, UsageError
-from headway.packing.lengths import LengthTable, Numbers
+from headway.packing.lengths import MIXES, LengthTable, Numbers
+from headway.predict.fitting import room_of
 from headway.predict.memory import MemoryPlan
 from headway.predict.packs import Packs, plan_packs
-from headway.predict.prediction import Prediction
+from headway.predict.prediction import OtherPacks, Prediction
 from headway.predict.predictor import Predictor
 from headway.predict.recipe import assignment
 from headway.predict.tune.space import LEFT, Space, Values, admitted, changes
@@ -34,6 +35,13 @@ BEYOND = 1.25
 MORE_LOST = 0.001
 """Share of the tokens that a choice may leave out, cut or split beyond the losses of the recipe's own packs."""
 
+MOST_LOST = 0.04
+"""The same of packs that are so short that they are only named beside the choices, with what they leave out."""
+
+WORTH = 1.03
+"""Times the recipe's useful FLOP/s from which on other packs are worth a word."""
+
+_TYPICAL = 30_000  # samples of a mix, by which rare long ones are counted; a plan's steps may have none of them
 _SHARES_OF_LEFT = (1.0, 0.92, 0.6)  # sizes tried for `memory:SIZE`
 _MIB = 2**20
 
@@ -45,8 +53,8 @@ class SearchResult:
     Attributes:
         own: the recipe as it is.
         candidates: choices whose time was predicted, the fastest first; those beyond the limit are among them.
+        shorter: the same of packs that leave out more of the samples than the recipe's own, up to `MOST_LOST`.
         tried: choices whose memory was planned, or known from a thriftier one's.
-        fitting: those within the limit.
         packings: packs that were planned.
         room_bytes: the limit [bytes]; None for none.
         seconds: that the search took, wall time [s].
@@ -54,8 +62,8 @@ class SearchResult:
 
     own: Prediction
     candidates: tuple[Prediction, ...]
+    shorter: tuple[Prediction, ...]
     tried: int
-    fitting: int
     packings: int
     room_bytes: int | None
     seconds: float
@@ -68,6 +76,18 @@ class SearchResult:
     def ranked(self) -> tuple[Prediction, ...]:
         """Choices within the limit, the fastest first."""
         return tuple(candidate for candidate in self.candidates if self.fits(candidate))
+
+    @property
+    def fitting(self) -> int:
+        """Number of choices within the limit."""
+        return len(self.ranked)
+
+    @property
+    def fastest_shorter(self) -> Prediction | None:
+        """The fastest choice within the limit whose packs leave out more samples, if all others are slower by far."""
+        fastest = next((candidate for candidate in self.shorter if self.fits(candidate)), None)
+        best = self.ranked[0].flops_per_s if self.ranked else 0.0
+        return fastest if fastest is not None and fastest.flops_per_s >= WORTH * best else None
 
 
 @dataclass
@@ -91,11 +111,13 @@ class Search:
     space: Space
     _packs: dict[tuple[Any, ...], Packs | None] = field(default_factory=dict)
     _tried: int = 0
-    _fitting: int = 0
     _least: tuple[int, Values] = field(default_factory=lambda: (2**62, {}))
 
     def __post_init__(self) -> None:
         name, table = self.lengths
+        mix = MIXES.get(self.config.plan.mix or "")
+        is_mix = mix is not None and name.startswith(f"{mix.name}:")
+        self._tokens: Numbers = mix.lengths(_TYPICAL).tokens if mix is not None and is_mix else table.tokens
         columns = {column.name: getattr(table, column.name) for column in fields(LengthTable)}
         self.lengths = (name, PricedLengths(**columns))
 
@@ -110,10 +132,14 @@ class Search:
         start_s = time.perf_counter()
         # the recipe as it is sets how many tokens may be left out
         own = self.own()
-        candidates = sorted(self._candidates(_lost(own.work)), key=_order)
-        result = SearchResult(
-            own, tuple(candidates), self._tried, self._fitting, len(self._packs), self.room_bytes, 0.0
+        lost = self._lost(own.config, own.work)
+        timed = sorted(self._candidates(lost), key=_order)
+        # packs that leave out more samples than the recipe's are no choices: a caller names them with their losses
+        choices, shorter = (
+            tuple(choice for choice in timed if (self._lost(choice.config, choice.work) > lost + MORE_LOST) is more)
+            for more in (False, True)
         )
+        result = SearchResult(own, choices, shorter, self._tried, len(self._packs), self.room_bytes, 0.0)
         # no choice at all, or none that fits: say what would change that
         if not self._tried:
             raise PlanError(
@@ -124,12 +150,14 @@ class Search:
         if self.room_bytes is not None and not result.ranked:
             size, values = self._least
             settings = [assignment(name, value) for name, value in values.items()]
+            shorter = result.fastest_shorter
             raise PlanError(
                 f"none of {self._tried:,} choices fits {format_bytes(self.room_bytes)} on each of {self.devices} "
                 f"devices. The least that was found takes {format_bytes(size)}"
                 f"{', with ' + ', '.join(settings) if settings else ''}. Allow more with {Argument('memory')}, give "
                 f"more {Argument('devices')}, fewer {Argument('tokens_per_step')}, or hold less: optim.state=8bit, "
                 "model.lora, run.dtype."
+                + ("" if shorter is None else f" Packs that leave out samples fit: {' '.join(shorter.settings)}.")
             )
         return replace(result, seconds=time.perf_counter() - start_s)
 
@@ -164,7 +192,7 @@ class Search:
                     packs = self._planned(thrifty)
                     if packs is None or not self._is_wanted(packs, thrifty, lost):
                         break
-                self._tried += len(choices)
+                self._tried += len(choices) if self._lost(thrifty, packs) <= lost + MORE_LOST else 0
                 least = self._memory(thrifty, packs)
                 self._note(least.peak, values)
                 if self._may_fit(least.peak):
@@ -193,7 +221,6 @@ class Search:
             config = admitted(thrifty, chosen)
             memory = None if config is None else self._admitted(config, packs)
             if config is not None and memory is not None and self._may_fit(memory.peak):
-                self._fitting += self.room_bytes is None or memory.peak <= self.room_bytes
                 yield self._candidate(config, changes(self.config, chosen), packs, memory)
 
     def _sizes_left(self, thrifty: TrainConfig, values: Values, packs: Packs) -> list[str]:
@@ -234,10 +261,23 @@ class Search:
         return packs
 
     def _is_wanted(self, packs: Packs, config: TrainConfig, lost: float) -> bool:
-        """Tell whether steps have the size asked for, and no more samples are left out than by the recipe itself."""
+        """Tell whether steps have the size asked for, and few more samples are left out than by the recipe itself."""
         tokens = packs.step_tokens(config, config.parallel.mesh_shape(self.devices))
         is_size = abs(tokens / self.space.step_tokens - 1) <= self.space.tolerance
-        return is_size and _lost(packs) <= lost + MORE_LOST
+        return is_size and self._lost(config, packs) <= lost + MOST_LOST
+
+    def longer(self, config: TrainConfig) -> tuple[float, float]:
+        """Count the samples that are longer than a pack of a choice: their share, and that of their tokens."""
+        is_longer = self._tokens > config.data.tokens_per_pack
+        return float(is_longer.mean()), float(self._tokens[is_longer].sum() / self._tokens.sum())
+
+    def _lost(self, config: TrainConfig, packs: Packs) -> float:
+        """Share of the samples' tokens that are left out, or of the samples that are split, whichever is more."""
+        counts, (samples, tokens) = packs.counts, self.longer(config)
+        all_tokens = counts.tokens + counts.tokens_dropped
+        planned = max(counts.tokens_dropped / max(1, all_tokens), counts.split / max(1, counts.read))
+        cut = tokens - samples * config.data.tokens_per_pack / float(self._tokens.mean())
+        return max(planned, {"split": samples, "truncate": cut}.get(config.data.overlong_of_all, tokens))
 
     def _may_fit(self, peak: int) -> bool:
         return self.room_bytes is None or peak <= BEYOND * self.room_bytes
@@ -274,6 +314,32 @@ class PricedLengths(LengthTable):
         return np.array(self._costs[cost_model.name])
 
 
+def same_step(
+    config: TrainConfig, predictor: Predictor, devices: int, lengths: tuple[str, LengthTable]
+) -> tuple[OtherPacks, ...]:
+    """Search packing length, accumulation and recomputation for the fastest step of as many tokens.
+
+    Args:
+        config: the recipe.
+        predictor: of its model, with device, speeds and links.
+        devices: processes, a device each.
+        lengths: name and table of the samples' lengths.
+
+    Returns:
+        The fastest choice that leaves out no more samples than the recipe, where it is faster by `WORTH` or the recipe
+        does not fit; then, where it is faster by as much again, the fastest choice that leaves out up to `MOST_LOST`.
+    """
+    search = Search(config, predictor, devices, room_of(predictor.device), lengths, Space.of_packs(config, devices))
+    try:
+        result = search.run()
+    except (PlanError, ConfigError, DataError):  # nothing fits, or nothing gives steps of this size
+        return ()
+    own, best, shorter = result.own, result.ranked[0], result.fastest_shorter
+    is_worth = bool(best.changes) and (not result.fits(own) or best.flops_per_s >= WORTH * own.flops_per_s)
+    choices = [best] * is_worth + [shorter] * (shorter is not None)
+    return tuple(OtherPacks(choice, *search.longer(choice.config), choice is shorter) for choice in choices if choice)
+
+
 def front(candidates: Sequence[Prediction]) -> list[Prediction]:
     """Choices than which none is both smaller and faster, the smallest first.
 
@@ -298,10 +364,3 @@ def distinct(candidates: Sequence[Prediction], count: int) -> list[Prediction]:
 def _order(candidate: Prediction) -> tuple[float, int, int]:
     """Sort key: the fastest first; below a thousandth of difference, fewer changes first, then less memory."""
     return (-round(1000 * math.log(candidate.flops_per_s)), len(candidate.changes), candidate.memory.peak)
-
-
-def _lost(packs: Packs) -> float:
-    """Share of the samples' tokens that are left out, or of the samples that are split, whichever is more."""
-    counts = packs.counts
-    tokens = counts.tokens + counts.tokens_dropped
-    return max(counts.tokens_dropped / max(1, tokens), counts.split / max(1, counts.read))

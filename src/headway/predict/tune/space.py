@@ -9,7 +9,7 @@ import math
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ LEFT = "left"
 TOLERANCE = 0.05
 _DEGREES = (1, 2, 4, 8)  # processes of a node, that share packs or experts
 _FEWEST_TOKENS = 64  # in a pack
+_MOST_DIVIDED = 8  # packs that one pack is divided into, or joined from, where packs alone are searched
 _KEPT_BITS = 7  # a packing length is rounded to so many binary digits, which is 0.8 % at most
 _PATCH_ROOM = 1.08  # times a pack's mean patches, as a limit
 _TOLERANCE_SIGN = re.compile(r"\+-|\+/-|±")
@@ -127,6 +128,29 @@ class Space:
             recomputes=tuple(dict.fromkeys([*RECOMPUTES, *_of_towers(towers), config.speed.recompute, LEFT])),
             chunks=tuple(dict.fromkeys([config.speed.loss_chunk, *chunks])),
             **(any_mesh if meshes and devices > 1 else own_mesh),
+        )
+
+    @classmethod
+    def of_packs(cls, config: TrainConfig, devices: int) -> "Space":
+        """List the packs of a recipe's step, from an eighth of its own length to eight times it, and what they redo.
+
+        Args:
+            config: the recipe.
+            devices: processes, a device each.
+
+        Raises:
+            ConfigError: a mesh of the recipe's own that the devices do not fit.
+        """
+        own = config.optim.accumulation
+        recomputes = (config.speed.recompute, "none", *_PRODUCTS_KEPT, "full,-attention", "full", LEFT)
+        return replace(
+            cls.of(config, devices, num_heads=1, num_experts=0, meshes=False),
+            accumulations=tuple(
+                n for n in sorted({*ACCUMULATIONS, own}) if own <= _MOST_DIVIDED * n <= _MOST_DIVIDED**2 * own
+            ),
+            recomputes=tuple(dict.fromkeys(recomputes)),
+            chunks=(config.speed.loss_chunk,),
+            limits_patches=False,
         )
 
     def packings(self, config: TrainConfig, devices: int, lengths: LengthTable) -> Iterator[Values]:
