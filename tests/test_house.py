@@ -13,7 +13,8 @@ import pytest
 from tools.house import circles, homes_of_names, importers, longest_chain, opaque_names, read_package, room_arrows
 
 ROOT = Path(__file__).parents[1]
-BASE = ["version", "report", "words", "errors", "plugins", "cache", "stores", "quiet", "hub", "safe_path", "files"]
+BASE = ["version", "report", "words", "errors", "plugins", "cache", "stores", "quiet", "hub", "safe_path", "files",
+        "exports"]  # fmt: skip
 CORE = ["count", "devices", "tracing", "conventions", "packing", "log", "config", "meter", "models"]
 CORE += [
     "data",

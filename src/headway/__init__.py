@@ -11,6 +11,7 @@ The counting core needs numpy only; importing this package loads neither torch n
 from typing import TYPE_CHECKING, Any
 
 from headway.errors import HeadwayError
+from headway.exports import exported
 from headway.version import __version__
 
 if TYPE_CHECKING:
@@ -20,19 +21,12 @@ if TYPE_CHECKING:
     from headway.meter.profile import profile
     from headway.tracing.trace import trace
 
-_HOME = {
-    "CostModel": "headway.count",
-    "FlopCount": "headway.count",
-    "Generation": "headway.count",
-    "Meter": "headway.meter",
-    "Peak": "headway.devices",
-    "Window": "headway.meter",
-    "Workload": "headway.count",
-    "load_cost_model": "headway.count",
-    "peak_for": "headway.devices",
-    "profile": "headway.meter.profile",
-    "shipped_models": "headway.count",
-    "trace": "headway.tracing",
+_HOMES = {
+    "headway.count": ("CostModel", "FlopCount", "Generation", "Workload", "load_cost_model", "shipped_models"),
+    "headway.devices": ("Peak", "peak_for"),
+    "headway.meter": ("Meter", "Window"),
+    "headway.meter.profile": ("profile",),
+    "headway.tracing": ("trace",),
 }
 
 __all__ = [
@@ -53,13 +47,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Import a public name from its home on first use, so that `headway --version` need not load numpy."""
-    if name not in _HOME:
-        raise AttributeError(f"module 'headway' has no attribute {name!r}; it offers {', '.join(sorted(__all__))}")
-    from importlib import import_module
-
-    return getattr(import_module(_HOME[name]), name)
+__getattr__ = exported(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:

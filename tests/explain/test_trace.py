@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from headway.errors import ConfigError
 from headway.explain import trace as trace_module
+from headway.explain import trace_json
 from headway.explain.events import NONE, Kind
 from headway.explain.trace import nanoseconds, read_trace
 from headway.explain.waterfall import explain
@@ -54,14 +55,18 @@ def test_columns_hold_what_was_written(tmp_path, name):
     assert not found.is_cpu_only
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 64])
-def test_a_file_reads_the_same_in_pieces_of_any_size(tmp_path, monkeypatch, chunk):
+@pytest.mark.parametrize("layout", [{}, {"indent": 1}, {"separators": (",", ":")}])
+@pytest.mark.parametrize("chunk", [1, 7, 64, 300, 1000])
+def test_a_file_reads_the_same_in_pieces_of_any_size(tmp_path, monkeypatch, chunk, layout):
+    """Wherever an event seems to end: in a name, in a list of objects within it, in a list behind the events."""
     trace = WrittenTrace()
     for i in range(20):
-        trace.operator('say "]}," \\ \u00e9', 10 * i, 5, **{"Input Dims": [[2, 3], []]})
-    path = trace.write(tmp_path / "t.json", distributedInfo={"rank": 3})
+        more = {"parts": [{"a": 1}, {"b": 2}]} if i % 3 else {}
+        trace.operator('say "]}, {" \\ \u00e9', 10 * i, 5, **{"Input Dims": [[2, 3], []]}, **more)
+    path = trace.write(tmp_path / "t.json", distributedInfo={"rank": 3}, others=[{"ph": "X"}, {"ph": "X"}])
+    path.write_text(json.dumps(json.loads(path.read_text()), **layout))
     at_once = read_trace(path)
-    monkeypatch.setattr(trace_module, "_CHUNK", chunk)
+    monkeypatch.setattr(trace_json, "_CHUNK", chunk)
     in_pieces = read_trace(path)
     assert list(in_pieces.names) == list(at_once.names) == [trace.events[0]["name"]]
     assert in_pieces.host.start_ns.tolist() == at_once.host.start_ns.tolist() == [10 * i for i in range(20)]
@@ -120,7 +125,7 @@ def test_a_trace_of_too_many_events_is_refused_with_its_size(tmp_path, monkeypat
 
 def test_one_wrong_comma_is_told_by_its_line_however_long_the_file_is(tmp_path, monkeypatch):
     """And at once: the value in which it stands is not read to the end of the file for want of its own end."""
-    monkeypatch.setattr(trace_module, "_CHUNK", 1000)
+    monkeypatch.setattr(trace_json, "_CHUNK", 1000)
     lines = [json.dumps({"ph": "M", "name": f"event {i}"}) for i in range(5000)]
     lines[700] = lines[700].replace(", ", " ")
     path = tmp_path / "t.json"
@@ -189,7 +194,7 @@ def test_events_of_an_accelerator_that_is_not_known_are_no_cpus(tmp_path):
 
 
 def test_a_trace_that_unpacks_without_end_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(trace_module, "_MOST_CHARACTERS", 5_000_000)
+    monkeypatch.setattr(trace_json, "MOST_CHARACTERS", 5_000_000)
     path = tmp_path / "t.json.gz"
     path.write_bytes(gzip.compress(b'{"traceEvents": [' + b" " * 20_000_000))
     with pytest.raises(ConfigError, match="longer than 5,000,000 characters"):

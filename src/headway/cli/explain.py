@@ -88,10 +88,11 @@ def explain(
     # A model and a workload from the options replace those that the traces record.
     from headway.cli.explain_sources import SourceOptions, explained
     from headway.explain.explanation import JobExplanation
-    from headway.explain.trace_facts import StatedWork
 
     stated = None
     if model is not None:
+        from headway.explain.stated_work import StatedWork
+
         workload = work.in_patches(model).build()
         cost_model = resolve_for(model, workload, work.supervised, freeze, lora)
         warn_of_unknown(cost_model.unknown)

@@ -8,14 +8,11 @@ from enum import Enum, auto
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headway.audit.formats import is_log
 from headway.errors import ConfigError, LogError, UsageError
 from headway.explain.events import Trace
 from headway.explain.explanation import JobExplanation
-from headway.explain.records import explain_records
 from headway.explain.run_folder import TRACES, newest_window
 from headway.explain.trace import read_traces
-from headway.explain.trace_facts import StatedWork
 from headway.explain.trace_files import foreign_kind, is_packed
 from headway.explain.waterfall import explain as explain_traces
 from headway.files import open_plain, read_text
@@ -23,6 +20,7 @@ from headway.log.run_files import METRICS, run_copy
 
 if TYPE_CHECKING:
     from headway.audit import Log
+    from headway.explain.stated_work import StatedWork
 
 Pair = tuple[tuple[str, JobExplanation], tuple[str, JobExplanation]]
 _BEGINNING = 1 << 16  # bytes of a file by which its kind is told
@@ -91,14 +89,12 @@ def _empty_folder(path: Path) -> ConfigError:
 
 def _kind(file: Path, beginning: bytes) -> SourceKind:
     """Kind of a file by its beginning; a new run's metrics.jsonl may be empty, or cut off."""
-    is_json = _JSON.match(beginning) is not None
-    # Some tools write their logs as lines of JSON, such as ms-swift's logging.jsonl.
-    if is_json and (_TRAINER_STATE.search(beginning) or is_log(beginning.decode(errors="replace").splitlines())):
-        return SourceKind.LOG
     try:
         first = json.loads(beginning.partition(b"\n")[0])
     except (ValueError, RecursionError):
         first = None
+    if _JSON.match(beginning) and (_TRAINER_STATE.search(beginning) or _is_log_of_objects(first, beginning)):
+        return SourceKind.LOG
     if file.name == METRICS or (isinstance(first, dict) and {"step", "kind"} & first.keys()):
         return SourceKind.RECORDS
     is_utf_16 = beginning.startswith((b"\xff\xfe", b"\xfe\xff"))
@@ -108,6 +104,15 @@ def _kind(file: Path, beginning: bytes) -> SourceKind:
     return SourceKind.FOREIGN if foreign_kind(file, beginning) else SourceKind.LOG
 
 
+def _is_log_of_objects(first: object, beginning: bytes) -> bool:
+    """Tell a log of lines of JSON, such as ms-swift's logging.jsonl, from a trace, whose object has many lines."""
+    if not isinstance(first, dict):
+        return False
+    from headway.audit.formats import is_log
+
+    return is_log(beginning.decode(errors="replace").splitlines())
+
+
 @dataclass(frozen=True, slots=True)
 class SourceOptions:
     """Options of the command line that hold for every kind of source."""
@@ -115,7 +120,7 @@ class SourceOptions:
     step: int | None
     rank: int | None
     as_one_step: bool
-    work: StatedWork | None
+    work: "StatedWork | None"
     device: str | None
 
 
@@ -166,6 +171,8 @@ def _explained(source: ExplainSource, chosen: SourceOptions) -> JobExplanation:
     if source.kind is SourceKind.FOREIGN:
         raise ConfigError(f"{file} is {source.about}.")
     if source.kind is SourceKind.RECORDS:
+        from headway.explain.records import explain_records
+
         return explain_records(file, step=chosen.step, rank=chosen.rank)
     from headway.audit.waterfalls import explain_log
 

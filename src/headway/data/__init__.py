@@ -5,7 +5,9 @@ these lengths alone, and `feed` makes the packs ahead of the training loop and r
 Importing this package loads neither torch nor transformers.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from headway.exports import exported
 
 if TYPE_CHECKING:
     from headway.data.collate import Batch, Collator
@@ -32,8 +34,12 @@ _HOMES = {
     "headway.data.encode": ("Encoder",),
     "headway.data.encoded": ("EncodedSample",),
     "headway.data.sources": ("read_samples",),
+    "headway.data.samples": (
+        "AudioPart", "Chat", "Document", "ImagePart", "Media", "Message", "Origin", "Preference", "Sample", "TextPart",
+        "VideoPart",
+    ),
     "headway.packing": ("Budget", "Size"),
-}  # modules of public names; samples has all others
+}  # fmt: skip
 
 __all__ = [
     "AudioPart",
@@ -57,14 +63,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Import a public name from its home on first use, so that planning over lengths need not load torch."""
-    if name not in __all__:
-        raise AttributeError(f"module 'headway.data' has no attribute {name!r}; it offers {', '.join(__all__)}")
-    from importlib import import_module
-
-    home = next((home for home, names in _HOMES.items() if name in names), "headway.data.samples")
-    return getattr(import_module(home), name)
+__getattr__ = exported(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:

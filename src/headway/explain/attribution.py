@@ -156,7 +156,7 @@ def _contexts(trace: Trace) -> list[Surroundings]:
     contexts: list[Surroundings] = []
     # Open events: end, kind, surroundings of the events within, index.
     stack: list[tuple[int, int, Surroundings, int]] = []
-    track = NONE
+    track, operator, launch, python = NONE, int(Kind.OPERATOR), int(Kind.LAUNCH), int(Kind.PYTHON)
     for i, (kind, name, start, end, its_track, sequence, forward_thread) in enumerate(
         zip(host.kind.tolist(), host.name.tolist(), host.start_ns.tolist(), host.end_ns.tolist(), host.track.tolist(),
             host.sequence.tolist(), host.forward_thread.tolist(), strict=True)
@@ -171,12 +171,12 @@ def _contexts(trace: Trace) -> list[Surroundings]:
             outer.operator, outer.module, outer.phase, outer.backward, outer.is_recomputed, len(stack), outer.forward,
             outer.chore, outer.is_compiled, stack[-1][3] if stack else NONE,
         )  # fmt: skip
-        if kind == Kind.OPERATOR:
+        if kind == operator:
             _enter_operator(context, i, names[name], sequence, forward_thread)
             if names[name].endswith(COMPILING):  # torch 2.13 writes what compiles as operators
                 context.phase = Phase.COMPILE
-        elif kind != Kind.LAUNCH:
-            _enter_annotation(context, i, names[name], is_python=kind == Kind.PYTHON)
+        elif kind != launch:
+            _enter_annotation(context, i, names[name], is_python=kind == python)
         contexts.append(context)
         # An annotation that an exception left open ends with what lies around it.
         stack.append((min(end, stack[-1][0]) if stack else end, kind, context, i))

@@ -19,7 +19,7 @@ import sys
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TextIO, TypeVar, cast
@@ -305,7 +305,7 @@ _OPERATOR = re.compile(r"((?:\w+::)+\w+(?:: \w+)?)(?:, .*)?")
 _SEQUENCE = re.compile(r", seq = (\d{1,18})")
 
 
-def read_export(path: Path, parse: Callable[[Iterable[dict[str, Any]], dict[str, Any], list[str]], Text]) -> list[Text]:
+def read_export(path: Path, parse: Callable[[Iterator[dict[str, Any]], dict[str, Any], list[str]], Text]) -> list[Text]:
     """Read an export, one rank for each process with kernels, in the order of their devices.
 
     Args:
@@ -351,7 +351,7 @@ class _Export:
                 "another tool, or of a report without CUDA. Profile with nsys profile --trace cuda,nvtx."
             )
 
-    def processes(self) -> Iterator[tuple[Iterable[dict[str, Any]], dict[str, Any], list[str]]]:
+    def processes(self) -> Iterator[tuple[Iterator[dict[str, Any]], dict[str, Any], list[str]]]:
         """Give the events, facts and notes of each process; each numbers its launches by itself."""
         names = dict(self._database.execute("SELECT id, value FROM StringIds"))
         devices: list[tuple[Any]] = []

@@ -7,6 +7,7 @@ these kernels lose. Nothing is clipped: a component that beats the ceiling has a
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from headway.errors import ConfigError
 from headway.explain.breakdown import Owners
@@ -18,18 +19,14 @@ from headway.explain.findings.rules import find
 from headway.explain.measurement import ASIDE, MATMUL, MeasuredStep, MeasuredTrace
 from headway.explain.phases import profiled_phases
 from headway.explain.ranks import RankStep, WaitedFor, waited_for
-from headway.explain.trace_facts import (
-    StatedWork,
-    TraceFacts,
-    check_rates,
-    gather_facts,
-    note_on_products,
-    waiting_in,
-)
+from headway.explain.trace_facts import TraceFacts, gather_facts, waiting_in
 from headway.explain.windows import StepWindow
 from headway.report import format_ms
 from headway.report.step_lines import NAMES, SLOW
 from headway.words import Argument
+
+if TYPE_CHECKING:
+    from headway.explain.stated_work import StatedWork
 
 _LONGER = 1.02  # ratio of the times of host and device; less is how a step, or a profiler, starts and stops
 _NAMES_ON_CPU = {
@@ -53,7 +50,7 @@ def explain(
     step: int | None = None,
     rank: int | None = None,
     as_one_step: bool = False,
-    work: StatedWork | None = None,
+    work: "StatedWork | None" = None,
     device: str | None = None,
 ) -> JobExplanation:
     """Explain the steps of one job.
@@ -97,6 +94,8 @@ def explain(
         about_products = None
         # A model that the user states must fit what ran.
         if work is not None:
+            from headway.explain.stated_work import check_rates, note_on_products
+
             check_rates(facts.measured, chosen, work, facts.rates)
             about_products = note_on_products(facts.measured, chosen, work)
         # A note that holds for all ranks is printed once, without their numbers.

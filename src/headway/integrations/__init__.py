@@ -3,8 +3,9 @@
 `TrainerPhases` makes the record of trainers that generate (verl, slime, ...) out of lengths and times.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from headway.exports import exported
 
 if TYPE_CHECKING:
     from headway.integrations.accelerate import AccelerateMeter
@@ -14,20 +15,16 @@ if TYPE_CHECKING:
     from headway.integrations.rl import TrainerPhases
     from headway.integrations.torchtitan import with_headway
 
-_HOME = {
-    "AccelerateMeter": "accelerate",
-    "FlopsAccumulator": "megatron",
-    "HeadwayCallback": "huggingface",
-    "HeadwayMonitor": "lightning",
-    "TrainerPhases": "rl",
-    "with_headway": "torchtitan",
+# Each integration needs the library that it joins.
+_HOMES = {
+    "headway.integrations.accelerate": ("AccelerateMeter",),
+    "headway.integrations.huggingface": ("HeadwayCallback",),
+    "headway.integrations.lightning": ("HeadwayMonitor",),
+    "headway.integrations.megatron": ("FlopsAccumulator",),
+    "headway.integrations.rl": ("TrainerPhases",),
+    "headway.integrations.torchtitan": ("with_headway",),
 }
 
 __all__ = ["AccelerateMeter", "FlopsAccumulator", "HeadwayCallback", "HeadwayMonitor", "TrainerPhases", "with_headway"]
 
-
-def __getattr__(name: str) -> Any:
-    """Import an integration when it is asked for: each needs the library that it joins."""
-    if name not in _HOME:
-        raise AttributeError(f"headway.integrations has no {name!r}; it offers {', '.join(__all__)}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+__getattr__ = exported(__name__, _HOMES)

@@ -1,6 +1,7 @@
 """Notes on stderr of work that can take over two seconds, until it is done: a line, or a bar where rows are counted."""
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -57,8 +58,7 @@ def working(doing: str, *, every_s: float = LINE_S) -> Iterator[Tell]:
         finally:
             outer.tell(before)
     else:
-        console = _console()
-        with _on_terminal(doing, console) if console.is_terminal else _in_log(doing, every_s, console) as line:
+        with _on_terminal(doing) if sys.stderr.isatty() else _in_log(doing, every_s) as line:
             _Line.on_show = line
             try:
                 yield line.tell
@@ -76,7 +76,7 @@ def measuring_rows(name: str) -> Iterator[RowsReport]:
     from headway.log.live import TimeLeft
 
     shown, left, last_s = presentable(name), TimeLeft(None), time.monotonic()
-    outer, console = _Line.on_show, _console()
+    outer = _Line.on_show
 
     # time left is counted from the first rows, so that opening the file is not in it
     def progress(measured: int, rows: int, bad: int) -> str:
@@ -91,44 +91,49 @@ def measuring_rows(name: str) -> Iterator[RowsReport]:
         line = progress(measured, rows, bad)
         if line.endswith(" left") and time.monotonic() - last_s >= LINE_S:
             last_s = time.monotonic()
-            console.print(line)
+            _print(line)
 
     # on the line of the note around it, or as lines of a log now and then, or as a bar
     if outer is not None:
         with working(f"indexing {shown}") as report:
             yield lambda measured, rows, bad: report(progress(measured, rows, bad))
-    elif not console.is_terminal:
+    elif not sys.stderr.isatty():
         yield to_log
     else:
-        with _bar(shown, console) as show:
+        with _bar(shown) as show:
             yield show
 
 
+def _print(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
+
+
 def _console() -> "Console":
-    from rich.console import Console
+    from rich.console import Console  # takes a while to load
 
     return Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 
 
 @contextmanager
-def _on_terminal(doing: str, console: "Console") -> Iterator[_Line]:
+def _on_terminal(doing: str) -> Iterator[_Line]:
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as shown:
+    with Progress(*columns, console=_console(), transient=True) as shown:
         task = shown.add_task(doing, total=None)
         yield _Line(doing, lambda text: shown.update(task, description=text))
 
 
 @contextmanager
-def _in_log(doing: str, every_s: float, console: "Console") -> Iterator[_Line]:
+def _in_log(doing: str, every_s: float) -> Iterator[_Line]:
     is_done, begun_s = threading.Event(), time.monotonic()
     line = _Line(doing, lambda _: None)
 
     def tell() -> None:
         while not is_done.wait(every_s):
             gone = format_duration(time.monotonic() - begun_s)
-            console.print(f"{line.text}: {gone} so far")
+            _print(f"{line.text}: {gone} so far")
 
     teller = threading.Thread(target=tell, name=doing, daemon=True)
     teller.start()
@@ -140,7 +145,7 @@ def _in_log(doing: str, every_s: float, console: "Console") -> Iterator[_Line]:
 
 
 @contextmanager
-def _bar(name: str, console: "Console") -> Iterator[RowsReport]:
+def _bar(name: str) -> Iterator[RowsReport]:
     """A bar, which appears with the first rows."""
     from rich.progress import (
         BarColumn,
@@ -153,6 +158,6 @@ def _bar(name: str, console: "Console") -> Iterator[RowsReport]:
 
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("rows, {task.fields[bad]:,} bad"), TimeElapsedColumn())
     title = TextColumn("indexing {task.description}", markup=False)
-    with Progress(title, *columns, TimeRemainingColumn(), console=console, transient=True) as bar:
+    with Progress(title, *columns, TimeRemainingColumn(), console=_console(), transient=True) as bar:
         task = bar.add_task(name, total=None, bad=0)
         yield lambda measured, rows, bad: bar.update(task, completed=measured, total=rows, bad=bad)

@@ -20,7 +20,7 @@ def number(value: object) -> float | None:
 
 
 _LARGEST_QUANTITY = 1e30  # bound of FLOPs, bytes and tokens: sums and products of a few stay finite
-_LARGEST = 2**62 - 1  # sums and differences of two stay within 64 bits
+LARGEST_INTEGER = 2**62 - 1  # sums and differences of two stay within 64 bits
 
 
 def quantity(value: object) -> float | None:
@@ -29,7 +29,7 @@ def quantity(value: object) -> float | None:
     return amount if amount is not None and abs(amount) <= _LARGEST_QUANTITY else None
 
 
-def integer(value: object, *, largest: int = _LARGEST) -> int:
+def integer(value: object, *, largest: int = LARGEST_INTEGER) -> int:
     """A whole number that a stranger wrote, of bounded size.
 
     Args:

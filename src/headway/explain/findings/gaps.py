@@ -76,12 +76,10 @@ class StepPauses:
     @cached_property
     def collections(self) -> list[tuple[int, int]]:
         """Begin and end of each collection of garbage in the loop's thread [ns]."""
-        names = self.measured.trace.names
-        return [
-            (int(self.host.start_ns[i]), int(self.host.end_ns[i]))
-            for i in self.own_events.tolist()
-            if self.host.kind[i] == Kind.ANNOTATION and names[self.host.name[i]].startswith(COLLECTION)
-        ]
+        names = [i for i, name in enumerate(self.measured.trace.names) if name.startswith(COLLECTION)]
+        own = self.own_events
+        own = own[(self.host.kind[own] == Kind.ANNOTATION) & np.isin(self.host.name[own], names)]
+        return list(zip(self.host.start_ns[own].tolist(), self.host.end_ns[own].tolist(), strict=True))
 
     @cached_property
     def long_ns(self) -> int:

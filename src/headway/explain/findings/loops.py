@@ -53,7 +53,8 @@ _ELSEWHERE = {Phase.OPTIMIZER, Phase.LOGGING, Phase.CHECKPOINT, Phase.EVALUATION
 
 def small_gemms(evidence: StepEvidence) -> Observation | None:
     """Matrix products that take less than their launch."""
-    products = small_products(evidence)
+    small = _small(evidence)
+    products = _with_loops(evidence, small)
     names = Counter(event.operator for event in products if event.product is not None)
     if not names:
         return None
@@ -66,22 +67,22 @@ def small_gemms(evidence: StepEvidence) -> Observation | None:
         f"{names.total() / evidence.num_steps:,.0f} matrix products a step, {number / names.total():.0%} of them {name}"
         f"{where}, take less than {_LAUNCH_S * 1e6:.0f} us at peak each; with what stands around them "
         f"{evidence.share(ns)} of the time.",
-        *_SMALL_ADVICE[_is_loop(evidence, products)],
+        *_SMALL_ADVICE[_is_loop(evidence, small)],
         setting="larger packs (data.tokens_per_pack)",
     )
 
 
-def _is_loop(evidence: StepEvidence, products: list[EventTime]) -> bool:
+def _is_loop(evidence: StepEvidence, small: list[EventTime]) -> bool:
     """Tell whether one module runs many small products, or without modules many of one size run in a row."""
-    if any(event.module for event in products):
-        return bool(_looping_modules(evidence))
+    if any(event.module for event in small):
+        return bool(_looping_modules(evidence, small))
     sizes = [[event.product for event in events if event.product is not None] for events in evidence.spent_by_step]
     return any(len(list(row)) >= _MANY_PRODUCTS for step in sizes for _, row in groupby(step))
 
 
 def product_loop(evidence: StepEvidence) -> Observation | None:
     """Small products of modules that run many of them; see `small_gemms`."""
-    return small_gemms(evidence) if _looping_modules(evidence) else None
+    return small_gemms(evidence) if _looping_modules(evidence, _small(evidence)) else None
 
 
 def small_products(evidence: StepEvidence) -> list[EventTime]:
@@ -89,15 +90,22 @@ def small_products(evidence: StepEvidence) -> list[EventTime]:
 
     Of a module in which there are many, all events: slices, transposes and sums are how the loop hands them around.
     """
-    small = [event for event in evidence.spent if _is_small(event)]
-    loops = _looping_modules(evidence)
+    return _with_loops(evidence, _small(evidence))
+
+
+def _small(evidence: StepEvidence) -> list[EventTime]:
+    return [event for event in evidence.spent if _is_small(event)]
+
+
+def _with_loops(evidence: StepEvidence, small: list[EventTime]) -> list[EventTime]:
+    loops = _looping_modules(evidence, small)
     return [event for event in small if event.module not in loops] + [
         event for event in evidence.spent if event.module in loops
     ]
 
 
-def _looping_modules(evidence: StepEvidence) -> set[str]:
-    number_in = Counter(event.module for event in evidence.spent if event.module and _is_small(event))
+def _looping_modules(evidence: StepEvidence, small: list[EventTime]) -> set[str]:
+    number_in = Counter(event.module for event in small if event.module)
     return {module for module, number in number_in.items() if number >= _MANY_PRODUCTS * evidence.num_steps}
 
 

@@ -4,9 +4,9 @@ from headway.count import CostModel, Workload
 from headway.count.rows import ALWAYS, Gradient, Row
 from headway.errors import ConfigError, UsageError
 from headway.explain.breakdown import break_down
+from headway.explain.stated_work import StatedWork
 from headway.explain.text import as_text
 from headway.explain.trace import read_trace
-from headway.explain.trace_facts import StatedWork
 from headway.explain.waterfall import explain
 from helpers.traces import US, WrittenTrace, sidecar, two_kernels_a_step
 
