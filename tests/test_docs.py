@@ -10,7 +10,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from helpers.pages import broken_links
+from helpers.pages import FENCED, broken_links
 
 DOCS = Path(__file__).parent.parent / "docs"
 NOT_RUN = {"tutorial.md"}  # tests/test_tutorial.py runs it
@@ -93,6 +93,17 @@ def test_a_link_that_leads_nowhere_is_found(tmp_path):
 def test_a_page_begins_with_what_one_types(page):
     begin = (DOCS / page).read_text(encoding="utf-8").splitlines()[:25]
     assert any(re.match(r"```(bash|console|python|sh|text|yaml)|    \S", line) for line in begin)
+
+
+@pytest.mark.parametrize("page", sorted(page.name for page in DOCS.glob("*.md")))
+def test_each_table_has_a_head_and_rows_of_one_width(page):
+    """Otherwise a blank line within a table has torn it."""
+    text = FENCED.sub("", (DOCS / page).read_text(encoding="utf-8"))
+    for table in re.findall(r"(?:^\|.*\n)+", text, flags=re.MULTILINE):
+        rows = [re.sub(r"\\\||`[^`]*`", "", row) for row in table.splitlines()]
+        assert len(rows) > 2, table
+        assert re.fullmatch(r"(\| ---:? )+\|", rows[1]), table
+        assert len({row.count("|") for row in rows}) == 1, table
 
 
 def test_the_index_names_every_page():
