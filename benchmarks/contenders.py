@@ -62,7 +62,7 @@ class Timing:
     Attributes:
         wall_s: from the end of the last warm-up step to the end of the last step [s].
         cpu_s: processor time of this process from and to the same, all its threads together [s].
-        work: the samples of those steps: real tokens and patches, nothing that pads.
+        work: the samples of those steps: real tokens and patches, nothing that pads, and a head on labels alone.
         slots: positions computed in those steps, padding included.
     """
 
@@ -100,10 +100,10 @@ def run_headway(mix: Mix, shape: Shape, device: torch.device, *, compiled: bool 
     clock, work, collator = Clock(device), [], Collator(geometry=vision_geometry(model))
     for start in range(0, shape.steps * shape.batch, shape.batch):
         batch = collator(mix.samples[start : start + shape.batch])
-        work.append(batch.workload)
+        work.append(batch.work(skips_unlabelled=True))
         batch = batch.to(device)
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            pack = head(batch.model_inputs(), batch.labels_1T[0], per=batch.num_supervised)
+            pack = head(batch.model_inputs(), batch.labels_1T[0], per=batch.num_supervised, labelled_K=batch.labelled_K)
         torch.autograd.backward(pack.total)
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP, foreach=True)
         optimizer.step()
@@ -151,7 +151,8 @@ def run_trainer(
         )
         trainer.remove_callback(PrinterCallback)  # its final metrics would stand between our lines
         trainer.train()
-    return timing(clock, [Collator()(samples).workload for samples in trained], slots, shape.warmup)
+    work = [Collator()(samples).work(skips_unlabelled=True) for samples in trained]
+    return timing(clock, work, slots, shape.warmup)
 
 
 def run_trl(mix: Mix, shape: Shape, device: torch.device) -> Timing:
@@ -183,7 +184,9 @@ def run_trl(mix: Mix, shape: Shape, device: torch.device) -> Timing:
 
         def counted(rows: list[dict[str, Any]]) -> dict[str, Any]:
             batch: dict[str, Any] = plain(rows)
-            work.append(Workload([length for row in rows for length in row["seq_lengths"]]))
+            lengths = [length for row in rows for length in row["seq_lengths"]]
+            # of running text every token but a segment's first has a label
+            work.append(Workload(lengths, logits=sum(lengths) - len(lengths)))
             slots.append(batch["input_ids"].numel())
             return batch
 

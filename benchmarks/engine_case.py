@@ -156,7 +156,7 @@ def measure_engine(case: Case, conditions: Conditions, deadline_s: float, tell: 
         "optim.accumulation": conditions.accumulation,
     }
     batches, num_cut = setup.batches(conditions.num_packs * conditions.accumulation, is_small=is_small)
-    packs = [batch.workload for batch in batches]
+    packs = [batch.work(skips_unlabelled=True) for batch in batches]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         layers = case.layers or setup.layers(is_small=is_small)

@@ -150,7 +150,7 @@ def predicted_lines(case: dict[str, Any], device: str) -> StepLines | None:
 def packs_of(setup: str, count: int) -> list[Workload]:
     """The first packs of a set-up of full size, as the engine's benchmark draws them."""
     batches, _ = SETUPS[setup].batches(count, is_small=False)
-    return [batch.workload for batch in batches]
+    return [batch.work(skips_unlabelled=True) for batch in batches]
 
 
 def measured_lines(waterfall: StepWaterfall) -> StepLines:

@@ -89,7 +89,7 @@ def first_loss(mix: Mix, batch_size: int, cost_model: CostModel) -> float:
         SystemExit: the run has trained on other samples than those, or billed them other FLOPs than the benchmark does.
     """
     _, records = train(mix, first_samples(mix, batch_size), {"epochs": 1}, torch.device("cpu"))
-    work = Collator()(mix.samples[:batch_size]).workload
+    work = Collator()(mix.samples[:batch_size]).work(skips_unlabelled=True)
     expected = [1, work.tokens, work.patches, cost_model.count(work).total]
     record = records[0]
     actual = [len(records), record["tokens"], record["patches"], record["flops"]["total"]]

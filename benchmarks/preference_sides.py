@@ -224,7 +224,8 @@ def run_dpo(
 
         trainer.data_collator = counted
         trainer.train()
-    return timing(clock, [Collator()(samples).workload for samples in trained], slots, shape.warmup), trainer
+    work = [Collator()(samples).work(skips_unlabelled=True) for samples in trained]
+    return timing(clock, work, slots, shape.warmup), trainer
 
 
 def first_steps(mix: Mix, batch: int) -> FirstSteps:

@@ -166,7 +166,7 @@ def run_trl(
     """An epoch of TRL's DPOTrainer; FLOPs are those of its pairs without padding, and without a reference."""
     timing, _ = run_dpo(mix, shape, device, stored)
     flops = cost_model.count(timing.work).total
-    epoch = cost_model.count(Collator()(mix.samples).workload).total
+    epoch = cost_model.count(Collator()(mix.samples).work(skips_unlabelled=True)).total
     return {
         "wall_s": timing.wall_s,
         "cpu_s": timing.cpu_s,

@@ -211,8 +211,8 @@ def _notes(record: dict[str, Any], *, on_cpu: bool) -> list[str]:
     method = (
         f"{' to '.join(map(str, done))} {'round' if done == [1] else 'rounds'}, contenders interleaved within each; "
         "ratios are of useful FLOPs per second, taken within a round. Only real tokens count, and useful FLOPs are "
-        "what `headway.count` finds for the very samples that were trained, without padding: where a contender trains "
-        "other samples than the rest "
+        "what `headway.count` finds for the very samples that were trained, without padding and with a head on "
+        "labelled tokens alone: where a contender trains other samples than the rest "
         f"(group_by_length, TRL{', headway train' if has_train else ''}), they compare like work, and tokens do not."
     )
     if on_cpu:
