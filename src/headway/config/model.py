@@ -217,8 +217,8 @@ class SpeedConfig(Section):
     )
     loss_chunk: Positive | None = Field(
         default=2048,
-        description="Slots whose logits are in memory at a time. Liger's loss chooses its own. Null means the whole "
-        "pack [slots]",
+        description="Labelled slots whose logits are in memory at a time. Liger's loss chooses its own. Null means "
+        "logits of the whole pack, also where nothing is learnt [slots]",
     )
 
     @field_validator("recompute")
