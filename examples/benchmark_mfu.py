@@ -5,8 +5,8 @@ A row has MFU, HFU, the share of the memory bandwidth that reading the weights t
     python examples/benchmark_mfu.py --help
     python examples/benchmark_mfu.py --model gpt2 --dtype bf16 --seq-len 1024
 
-Weights are random and batches are random tokens, so that nothing is downloaded; neither changes what a step computes.
-On a CPU, MFU is a share of the matmul rate that this very machine reaches, and the compiled rows are left out.
+Weights and tokens are random, so nothing is downloaded. On a CPU, MFU is a share of the best matmul rate that was
+measured on the CPU, and the compiled rows are left out.
 """
 
 from __future__ import annotations

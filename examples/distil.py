@@ -20,9 +20,9 @@ class Distil(Objective):
     """Learns by the divergence of a frozen teacher from the student, a mean over all supervised tokens.
 
     Args:
-        parts: of the run.
-        teacher: its model folder, or name on the Hugging Face Hub; of the student's vocabulary.
-        temperature: by which both models' logits are divided.
+        parts: parts of the run.
+        teacher: model folder, or name on the Hugging Face Hub, with the student's vocabulary.
+        temperature: divisor of both models' logits.
     """
 
     terms = ("agreements",)  # how often both models find the same token the likeliest

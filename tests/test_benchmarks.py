@@ -125,7 +125,7 @@ def test_the_benchmark_of_preferences_trains_the_same_on_both_sides(tmp_path, mi
 def listed_packages(folder):
     """An environment whose processes find the packages that the page on benchmarks lists, and no others."""
     page = (BENCHMARKS / "README.md").read_text(encoding="utf-8")
-    (sentence,) = re.findall(r"It must have (.*?) with what they depend on", page)
+    (sentence,) = re.findall(r"must have (.*?) with\s+their\s+dependencies", page, flags=re.DOTALL)
     wheels = re.findall(r"([\w-]+)==[\d.]+", page.split("pip download")[1].split("```")[0])
     return bare_environment(folder, {*re.findall(r"`([\w-]+)`", sentence), *wheels})
 

@@ -2,8 +2,8 @@
 
     python examples/ray/train.py --nodes 2 --gpus 8 recipe.yaml --set run.folder=/shared/run
 
-Recipe, data and run folder lie where every node sees them. A task whose node is lost starts again with all others, and
-the run goes on from its newest checkpoint.
+Every node must see the recipe, the data and the run folder. If a node is lost, all tasks start again, and the run
+continues from its newest checkpoint.
 """
 
 import argparse

@@ -3,7 +3,7 @@
 #
 #     sbatch --nodes 4 examples/slurm/train.sh RECIPE [--set a.b=c]...
 #
-# Stopped by the time limit, all processes save a checkpoint and the job goes back into the queue until the run is done.
+# At the time limit all processes save a checkpoint. The job goes back into the queue until the run is done.
 #SBATCH --job-name=headway
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
