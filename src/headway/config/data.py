@@ -244,8 +244,7 @@ class DataConfig(MediaConfig, SourcesConfig):
     )
     max_characters: Positive = Field(
         default=5_000_000,
-        description="Longest rendered text of a sample. A longer one is a bad row, because tokenising takes up to 400 "
-        "bytes per character [characters]",
+        description="Longest rendered text of a sample. A longer one is a bad row [characters]",
     )
     max_image_pixels: int = Field(
         default=89_478_485,
@@ -255,8 +254,8 @@ class DataConfig(MediaConfig, SourcesConfig):
     )
     verify: Annotated[Literal["size-and-time", "hash", "size"], FREE_ON_RESUME] = Field(
         default="size-and-time",
-        description="Comparison of data files at a resume, and of weights between ranks: sizes, times and hashes up to "
-        "1 GiB; hashes of any size; or names and sizes alone, for copies.",
+        description="Comparison of data files at a resume: sizes, times and hashes up to 1 GiB, hashes of any size, or "
+        "names and sizes alone, for copies",
     )
     seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of the order in which samples are read")
     stream: StreamConfig | None = Field(

@@ -151,13 +151,12 @@ class ParallelConfig(Section):
     expert: Positive = Field(default=1, description="Processes that the experts of a layer are spread over [processes]")
     reshard: bool = Field(
         default=True,
-        description="Free a block's gathered weights after its forward and gather them again for its backward. False "
-        "keeps them, which is faster if they fit",
+        description="Free a block's gathered weights after its forward. False keeps them, which is faster if they fit",
     )
     reduce: Literal["pack", "step"] = Field(
         default="pack",
-        description="Sum gradients over the processes after every pack, or once per step. Once per step sends less and "
-        "holds the whole model's gradients on every process",
+        description="Sum gradients over the processes after every pack, or once per step, which sends less and needs more "
+        "memory",
     )
     reduce_dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", description="Precision in which gradients are summed over the processes"
@@ -195,9 +194,9 @@ class SpeedConfig(Section):
     )
     recompute: Annotated[str, FREE_ON_RESUME] = Field(
         default="none",
-        description="Blocks that are recomputed in backward: none, full, every:N (every N-th block of each tower), or "
-        "memory:SIZE (as little as lets activations fit SIZE). vision:full, language:every:N and audio:full"
-        " name one tower. Commas join choices. ,-attention ,-projections ,-mlp keep these outputs",
+        description="Blocks that are recomputed in backward: none, full, every:N (every N-th block), memory:SIZE (as "
+        "little as lets activations fit SIZE), or vision:full and such for one tower. Commas join choices. "
+        ",-attention ,-projections ,-mlp keep these outputs",
     )
     offload: Annotated[Literal["none", "inputs"], FREE_ON_RESUME] = Field(
         default="none",
@@ -206,14 +205,13 @@ class SpeedConfig(Section):
     )
     kernels: Literal["auto", "torch", "liger"] = Field(
         default="auto",
-        description="Kernels of norms, gated MLPs, rotary embeddings and the loss: PyTorch's, or Liger's on CUDA. Auto "
-        "means Liger's, except for the loss, if Liger is installed and blocks are not compiled",
+        description="Kernels of norms, gated MLPs, rotary embeddings and the loss. Auto means Liger's, except for the "
+        "loss, if Liger is installed and blocks are not compiled",
     )
     attention: Literal["auto", "torch", "fa3", "cudnn", "flash-attn"] = Field(
         default="auto",
-        description="Kernel of attention on CUDA: torch (PyTorch's FlashAttention-2), fa3 (FlashAttention-3) and cudnn "
-        "(cuDNN's) on Hopper with their packages, or flash-attn (that package's function). Auto means the "
-        "first of fa3, cudnn and torch that runs",
+        description="Kernel of attention on CUDA: PyTorch's FlashAttention-2, FlashAttention-3, cuDNN's, or that of the "
+        "package flash-attn. Auto means the first of fa3, cudnn and torch that runs",
     )
     loss_chunk: Positive | None = Field(
         default=2048,

@@ -41,9 +41,9 @@ class RunConfig(Section):
     )
     dtype: Literal["auto", "float32", "bfloat16-autocast", "bfloat16-params", "float8"] = Field(
         default="auto",
-        description="Precision. bfloat16-autocast has float32 weights, and bfloat16-params has bfloat16 weights. float8"
-        " is bfloat16-autocast with the blocks' linear layers in float8 (capability 8.9). All but float32 "
-        "need CUDA. Auto means bfloat16-autocast on CUDA and float32 on a CPU",
+        description="Precision. bfloat16-autocast has float32 weights. float8 is bfloat16-autocast with the blocks' "
+        "linear layers in float8. All but float32 need CUDA. Auto means bfloat16-autocast on CUDA and float32 "
+        "on a CPU",
     )
     threads: Annotated[Positive | None, FREE_ON_RESUME] = Field(
         default=None, le=4096, description="CPU threads of PyTorch. Null means PyTorch's choice [threads]"
