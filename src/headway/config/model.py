@@ -155,8 +155,8 @@ class ParallelConfig(Section):
     )
     reduce: Literal["pack", "step"] = Field(
         default="pack",
-        description="Sum gradients over the processes after every pack, or once per step, which sends less and needs more "
-        "memory",
+        description="Sum gradients over the processes after every pack, or once per step, which sends less and needs "
+        "more memory",
     )
     reduce_dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", description="Precision in which gradients are summed over the processes"
@@ -210,8 +210,8 @@ class SpeedConfig(Section):
     )
     attention: Literal["auto", "torch", "fa3", "cudnn", "flash-attn"] = Field(
         default="auto",
-        description="Kernel of attention on CUDA: PyTorch's FlashAttention-2, FlashAttention-3, cuDNN's, or that of the "
-        "package flash-attn. Auto means the first of fa3, cudnn and torch that runs",
+        description="Kernel of attention on CUDA: PyTorch's FlashAttention-2, FlashAttention-3, cuDNN's, or that of "
+        "the package flash-attn. Auto means the first of fa3, cudnn and torch that runs",
     )
     loss_chunk: Positive | None = Field(
         default=2048,
