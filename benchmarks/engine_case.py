@@ -13,7 +13,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,8 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoConfig
 
-from engine_memory import Memory, fitting_layers, fullest_recompute, predicted_memory
-from engine_setups import SETUPS
+from engine_memory import DIVIDED, Memory, fitting, fullest_recompute, predicted_memory
+from engine_setups import SETUPS, Setup
 from headway.conventions import Step, architecture, get_convention
 from headway.count import CostModel, Workload
 from headway.count.models import presets
@@ -37,6 +37,7 @@ from headway.models.parallel.mesh import clipping_factor, gradient_norm
 from headway.models.parallel.ranks import Ranks
 from headway.models.precision import choose_device, choose_precision
 from headway.optim import learning_rate, make_optimizer, set_learning_rate
+from headway.predict.fitting import room_in
 from headway.tracing import trace
 from headway.train.build import build_trained
 from record import environment
@@ -64,7 +65,7 @@ class Case:
         setup: of the engine's, by name; "gpt2" for the plain loop.
         kernels: of the engine: "torch" or "liger".
         is_compiled: whether blocks (of the plain loop, the model) are compiled.
-        layers: language layers; None for as many as the device's memory holds.
+        layers: language layers; None for all of them, or as many as the device's memory holds in short packs.
         steps: most counted steps.
         rows: of the plain loop's batch.
         attention: of the plain loop.
@@ -141,9 +142,8 @@ def measure(case: Case, conditions: Conditions, deadline_s: float, tell: Tell) -
 def measure_engine(case: Case, conditions: Conditions, deadline_s: float, tell: Tell) -> None:
     """Train as `headway train` would, with every part of the step but its feed."""
     began_s = time.monotonic()
-    setup, is_small = SETUPS[case.setup], conditions.is_small
-    if conditions.tokens_per_pack is not None:
-        setup = replace(setup, packing_length=conditions.tokens_per_pack)
+    setup = SETUPS[case.setup].with_packs_of(conditions.tokens_per_pack)
+    is_small, accumulation = conditions.is_small, conditions.accumulation
     is_cuda = torch.cuda.is_available()
     settings = {
         "run.device": "cuda" if is_cuda else "cpu",
@@ -153,15 +153,16 @@ def measure_engine(case: Case, conditions: Conditions, deadline_s: float, tell: 
         "speed.recompute": None if conditions.recompute == "fullest" else conditions.recompute,
         "speed.attention": conditions.attention,
         "data.tokens_per_pack": setup.packing_length,
-        "optim.accumulation": conditions.accumulation,
+        "optim.accumulation": accumulation,
     }
-    batches, num_cut = setup.batches(conditions.num_packs * conditions.accumulation, is_small=is_small)
-    packs = [batch.work(skips_unlabelled=True) for batch in batches]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         layers = case.layers or setup.layers(is_small=is_small)
         if case.layers is None and is_cuda and not is_small:
-            layers = fitting_layers(setup, settings, packs, folder)
+            setup, accumulation, layers = fitting_device(setup, settings, conditions, folder)
+            settings |= {"data.tokens_per_pack": setup.packing_length, "optim.accumulation": accumulation}
+        batches, num_cut = setup.batches(conditions.num_packs * accumulation, is_small=is_small)
+        packs = [batch.work(skips_unlabelled=True) for batch in batches]
         if conditions.recompute == "fullest":
             settings["speed.recompute"] = fullest_recompute(setup, settings, packs, layers, folder, is_small=is_small)
         model_config = setup.config(layers=layers, is_small=is_small)
@@ -186,7 +187,7 @@ def measure_engine(case: Case, conditions: Conditions, deadline_s: float, tell: 
             "dtype": precision.name,
             "recompute": trained.recompute,
             "tokens_per_pack": max(pack.slots for pack in packs),
-            "accumulation": conditions.accumulation,
+            "accumulation": accumulation,
             "samples": sum(len(pack.segments) for pack in packs),
             "samples_cut": num_cut,
             "notes": [*trained.notes, *optimizer.notes],
@@ -210,13 +211,10 @@ def measure_engine(case: Case, conditions: Conditions, deadline_s: float, tell: 
         return torch.stack(losses).sum()
 
     sizes = architecture(model_config.to_dict(), setup.model, cost_model)
-    progress = Progress(case, deadline_s, tell, sizes, memory.record, conditions.accumulation)
+    progress = Progress(case, deadline_s, tell, sizes, memory.record, accumulation)
     steps = [
-        (
-            batches[first : first + conditions.accumulation],
-            Workload.total(packs[first : first + conditions.accumulation]),
-        )
-        for first in range(0, len(batches), conditions.accumulation)
+        (batches[first : first + accumulation], Workload.total(packs[first : first + accumulation]))
+        for first in range(0, len(batches), accumulation)
     ]
     peak = peak_for(device, precision.peak_dtype)
     ceiling = matmul_ceiling(device, dtype_name(device)).peak()  # `describe_machine` measured it: a profile holds it
@@ -237,6 +235,20 @@ def measure_engine(case: Case, conditions: Conditions, deadline_s: float, tell: 
             model=model,
         ),
     )
+
+
+def fitting_device(
+    setup: Setup, settings: dict[str, Any], conditions: Conditions, folder: Path
+) -> tuple[Setup, int, int]:
+    """The whole model in shorter packs before a part of it; packs that were asked for stay as they are.
+
+    Returns:
+        The set-up, packs of a step, and language layers.
+    """
+    room = room_in(torch.cuda.get_device_properties(0).total_memory)
+    divided, accumulation = DIVIDED if conditions.tokens_per_pack is None else (1,), conditions.accumulation
+    parts, layers = fitting(setup, settings, conditions.num_packs * accumulation, room, folder, divided)
+    return setup.with_packs_of(setup.packing_length // parts), parts * accumulation, layers
 
 
 def measure_gpt2(case: Case, conditions: Conditions, deadline_s: float, tell: Tell) -> None:

@@ -93,6 +93,7 @@ class PlannedCase:
             UnknownDeviceError: the table has no such device.
         """
         setup, layers, target = SETUPS[case["setup"]], case["layers"], named_device(device)
+        setup = setup.with_packs_of(case.get("tokens_per_pack"))
         attention = _SETTINGS.get(attention_kernel(case), "auto")
         settings = {
             "run.device": "cuda",
@@ -101,7 +102,8 @@ class PlannedCase:
             "speed.kernels": case["kernels"],
             "speed.compile": str(case["compiled"]).lower(),
             "speed.recompute": case["recompute"],
-            "optim.accumulation": 1,
+            "data.tokens_per_pack": setup.packing_length,
+            "optim.accumulation": case.get("accumulation", 1),
         }
         with tempfile.TemporaryDirectory() as folder:
             config = setup.recipe_for(Path(folder), setup.config(layers=layers, is_small=False), settings)
@@ -120,9 +122,13 @@ class PlannedCase:
             f"attention at the rates of speed.attention={attention}; {speeds.source}",
         )
 
-    def lines(self, pack: Workload) -> StepLines:
-        """Predict a step of one pack."""
-        work = StepWork(flops=self.cost_model.count(pack), pack=pack, packs=1, tokens=pack.tokens)
+    def lines(self, packs: Sequence[Workload]) -> StepLines:
+        """Predict a step of some packs."""
+        total = Workload.total(packs)
+        # a pack like the mean one stands for all, as far as bytes and shapes go
+        mean = total.patches / len(packs)
+        pack = min(packs, key=lambda pack: (pack.patches == 0 < mean, abs(pack.patches - mean)))
+        work = StepWork(flops=self.cost_model.count(total), pack=pack, packs=len(packs), tokens=total.tokens)
         step = self.times.predict(work, self.state)
         # components by tower; attention's products are components of their own
         computed, attention_s = Counter[str](), 0.0
@@ -134,22 +140,22 @@ class PlannedCase:
 
 
 def predicted_lines(case: dict[str, Any], device: str) -> StepLines | None:
-    """Predict the step of a case on the first pack that it had; None where the table has no such device.
+    """Predict the step of a case on the first packs that it had; None where the table has no such device.
 
     Args:
         case: its row of the record, of full size.
         device: as the driver names it.
     """
-    packs = packs_of(case["setup"], 1)
+    packs = packs_of(case["setup"], case.get("accumulation", 1), case.get("tokens_per_pack"))
     try:
-        return PlannedCase.of(case, device, packs).lines(packs[0])
+        return PlannedCase.of(case, device, packs).lines(packs)
     except UnknownDeviceError:
         return None
 
 
-def packs_of(setup: str, count: int) -> list[Workload]:
+def packs_of(setup: str, count: int, tokens_per_pack: int | None = None) -> list[Workload]:
     """The first packs of a set-up of full size, as the engine's benchmark draws them."""
-    batches, _ = SETUPS[setup].batches(count, is_small=False)
+    batches, _ = SETUPS[setup].with_packs_of(tokens_per_pack).batches(count, is_small=False)
     return [batch.work(skips_unlabelled=True) for batch in batches]
 
 

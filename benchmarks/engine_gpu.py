@@ -9,8 +9,9 @@ an error becomes the case's row. Record and table are written after every few st
 --out goes on with it: what is done stays, what failed or found no time is measured again, and is why a call ends with
 1. --budget-s shares the time out among the cases that are left; each chooses its number of steps by its first ones.
 
-As many language layers run as the memory plan fits into the device; the record says how many. Widths, vocabulary,
-vision towers, packing lengths and settings are the recipes'. benchmarks/README.md says what a machine without network
+The whole model runs, in shorter packs with as many tokens a step if the memory plan asks for it; where even short packs
+do not fit, as many language layers as do. The record says both. Widths, vocabulary, vision towers and settings are the
+recipes'. benchmarks/README.md says what a machine without network
 needs. Writes engine_gpu_<hardware>_<yyyymm>.json and the .md table rendered from it to --out.
 """
 

@@ -151,19 +151,44 @@ def fullest_recompute(
     return fullest(plan, room_in(torch.cuda.get_device_properties(0).total_memory) if is_cuda else SMALL_ROOM)
 
 
-def fitting_layers(setup: Setup, settings: dict[str, Any], packs: Sequence[Workload], folder: Path) -> int:
-    """As many language layers as the plan fits into the CUDA device's memory.
+DIVIDED = (1, 2, 3, 4, 6, 8)
+"""Packs that a recipe's pack is divided into, before layers are left out, until the whole model fits."""
 
-    The plan is a sum over layers that are alike: it is made for all of them and for half, and the rest is a line.
+
+def fitting(
+    setup: Setup, settings: dict[str, Any], num_packs: int, room_bytes: int, folder: Path, divided: Sequence[int]
+) -> tuple[int, int]:
+    """Divide each pack until the whole model fits; where none is short enough, leave out language layers.
+
+    Args:
+        setup: of the case.
+        settings: of its recipe.
+        num_packs: that are drawn, undivided.
+        room_bytes: what the plan may take.
+        folder: for the model's configuration.
+        divided: packs that one may become, ascending.
+
+    Returns:
+        Packs that one becomes, and language layers.
     """
     whole = setup.layers(is_small=False)
-    room = room_in(torch.cuda.get_device_properties(0).total_memory)
-    needed = {}
-    for layers in (whole, whole // 2):
-        config = setup.recipe_for(folder, setup.config(layers=layers, is_small=False), settings)
-        cost_model = cost_model_of(setup, layers)
-        needed[layers] = predicted_memory(setup, config, cost_model, layers, packs, is_small=False).peak
-        if needed[whole] <= room:
-            return whole
-    a_layer = (needed[whole] - needed[whole // 2]) / (whole - whole // 2)
-    return max(1, whole - math.ceil((needed[whole] - room) / a_layer))
+    half, most = whole // 2, (0, 0)
+    cost_models = {layers: cost_model_of(setup, layers) for layers in (whole, half)}
+    for parts in divided:
+        shorter = setup.with_packs_of(setup.packing_length // parts)
+        packs = [batch.work(skips_unlabelled=True) for batch in shorter.batches(num_packs * parts, is_small=False)[0]]
+        packing = {
+            "data.tokens_per_pack": shorter.packing_length,
+            "optim.accumulation": parts * settings["optim.accumulation"],
+        }
+        needed = {}
+        for layers, cost_model in cost_models.items():
+            config = shorter.recipe_for(folder, setup.config(layers=layers, is_small=False), settings | packing)
+            needed[layers] = predicted_memory(shorter, config, cost_model, layers, packs, is_small=False).peak
+            if needed[whole] <= room_bytes:
+                return parts, whole
+        # the plan is a sum over layers that are alike: made for all of them and for half, the rest is a line
+        a_layer = (needed[whole] - needed[half]) / (whole - half)
+        layers = max(1, whole - math.ceil((needed[whole] - room_bytes) / a_layer))
+        most = max(most, (layers, -parts))  # of as many layers, in the longest packs
+    return -most[1], most[0]

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,10 @@ class Setup:
     def is_video(self) -> bool:
         """Whether samples hold videos."""
         return MIXES[self.mix].kind == "videos"
+
+    def with_packs_of(self, tokens: int | None) -> "Setup":
+        """The set-up with packs of so many tokens; as it is if None."""
+        return self if tokens is None else replace(self, packing_length=tokens)
 
     def config(self, *, layers: int | None, is_small: bool) -> PreTrainedConfig:
         """The model's configuration, with fewer language layers, or small in every way."""

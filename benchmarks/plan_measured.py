@@ -77,7 +77,7 @@ def row_of(case: dict[str, Any]) -> dict[str, Any]:
 def predicted(case: dict[str, Any], device: str, packs: list[Workload]) -> dict[str, Any]:
     """Predict a case's mean step [s], its lines on the first pack [s], and its memory [bytes]."""
     planned = PlannedCase.of(case, device, packs)
-    steps = [planned.lines(pack) for pack in packs]
+    steps = [planned.lines([pack]) for pack in packs]
     return {
         "predicted_s": sum(step.step_s for step in steps) / len(steps),
         "lines_s": steps[0].by_kind(),

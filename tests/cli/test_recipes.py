@@ -34,16 +34,36 @@ PAGES = {
 }
 
 
+EXPERIMENTS = re.compile(r"-exp\d$")  # of a page, which try what the recipe beside them has
+SIBLINGS = {name: f"{name}-h200" for name in PAGES if not EXPERIMENTS.search(name)}
 OTHERS = ("digits", "digits-dpo", "qwen2.5-vl-7b-dpo-32768")
 
 
 def test_every_recipe_is_tested():
-    assert {path.stem for path in RECIPES.glob("*.yaml")} == {
-        *PAGES,
-        "digits",
-        "digits-dpo",
-        "qwen2.5-vl-7b-dpo-32768",
-    }
+    assert {path.stem for path in RECIPES.glob("*.yaml")} == {*PAGES, *SIBLINGS.values(), *OTHERS}
+
+
+@pytest.mark.parametrize("name", [*PAGES, *SIBLINGS.values()])
+def test_a_recipe_says_of_each_number_whose_it_is(name):
+    number = re.compile(r"^ +(?!path|folder)\w+: [^#]*\d[^#]*$|^ +(?!path|folder)\w+: [^#]*\d[^#]*#(?P<comment>.*)$")
+    for line in (RECIPES / f"{name}.yaml").read_text(encoding="utf-8").splitlines():
+        if match := number.match(line):
+            assert re.search(r"\[page\]|\[ours\]|default", match["comment"] or ""), line
+
+
+@pytest.mark.parametrize("name", [name if number < 2 else pytest.param(name, marks=pytest.mark.long)
+                                  for number, name in enumerate(SIBLINGS)])  # fmt: skip
+def test_a_recipe_for_h200_is_faster_there_with_as_many_tokens_a_step(name, headway):
+    """With cuDNN's attention as without, whose sums take more memory; and no sample more is left out."""
+    options = ("--device", "H200", "--devices", 8, "--json")
+    for kernel in ("torch", "cudnn"):
+        kernel_option = ("--set", f"speed.attention={kernel}")
+        both = [RECIPES / f"{stem}.yaml" for stem in (name, SIBLINGS[name])]
+        recipe, sibling = json.loads(headway("plan", *both, *options, *kernel_option).out)["plans"]
+        assert sibling["fit"] == "fits"
+        assert sibling["time"]["mfu"][1] > 1.02 * recipe["time"]["mfu"][1]
+        assert sibling["time"]["tokens"] == pytest.approx(recipe["time"]["tokens"], rel=0.02)
+        assert sibling["packs"]["overlong"]["dropped"] <= recipe["packs"]["overlong"]["dropped"]
 
 
 def dry_run(headway, name, *options):

@@ -186,7 +186,10 @@ def plan(
         _refuse(_wrong_uses_of_scale(devices, data))
         _print_sizes(run, sizes, link_options, as_json=as_json)
     else:
-        plans = [_planned(run, devices or run.config.plan.devices or 1, link_options, data) for run in runs]
+        plans = [
+            _planned(run, devices or run.config.plan.devices or 1, link_options, data, looks_for_packs=len(runs) == 1)
+            for run in runs
+        ]
         _print_plans(recipes, plans, as_json=as_json)
 
 
@@ -240,9 +243,9 @@ def _print_plans(recipes: list[str], plans: "Sequence[tuple[Prediction, RunTotal
 
 
 def _planned(
-    run: RunRequest, count: int, link_options: LinkOptions, data: list[str] | None
+    run: RunRequest, count: int, link_options: LinkOptions, data: list[str] | None, *, looks_for_packs: bool
 ) -> "tuple[Prediction, RunTotals | None]":
-    """The plan for one number of devices, with time and cost of a whole run."""
+    """The plan for one number of devices, with time and cost of a whole run, and with faster packs if asked for."""
     from headway.predict.lengths import lengths_in_turn, no_lengths
     from headway.predict.recipe import with_copies
 
@@ -258,7 +261,8 @@ def _planned(
     making_s = None if measured is None else measured.making_s
     predictor = replace(predictor, speeds=speeds, links=links, making_s=making_s)
     planned = _with_note_on_auto(predictor, predictor.at(config, count, table))
-    planned = replace(planned, others=_other_packs(predictor, planned, table))
+    if looks_for_packs:
+        planned = replace(planned, others=_other_packs(predictor, planned, table))
     return planned, run.totals(planned, planned.work.counts.read)
 
 
