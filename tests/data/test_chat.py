@@ -344,12 +344,15 @@ def test_variables_with_names_of_headways_own_functions_are_variables():
     assert made(source).prompt(sample) == "abHi?</s>Hello.</s>"
 
 
-def test_a_chat_of_thousands_of_answers_is_refused_before_it_is_rendered_and_not_one_that_learns_the_last():
-    messages = 1500 * TWO.messages[:2]
-    with pytest.raises(DataError, match=r"has 1,500 answers to learn in 3,000 turns, .*: 2,250,000 turns, of which at"):
-        template("llama3").views(chat(*messages))
+def test_a_chat_is_refused_where_its_answers_take_too_many_renderings(monkeypatch):
+    """Llama 3 shows every turn alike; Qwen3 shows thoughts of the last answer alone."""
+    monkeypatch.setattr("headway.data.chat.MOST_TURNS", 100)
+    messages = 30 * TWO.messages[:2]
+    assert len(answers(template("llama3"), chat(*messages))) == 30
+    with pytest.raises(DataError, match=r"has 30 answers to learn in 60 turns, .* takes more than 100 turns\. Split"):
+        template("qwen3").views(chat(*messages))
     shown = (replace(turn, learnt=False) for turn in messages[:-1])
-    assert answers(template("llama3"), chat(*shown, messages[-1])) == ["Hello.<|eot_id|>"]
+    assert len(answers(template("qwen3"), chat(*shown, messages[-1]))) == 1
 
 
 def test_a_file_of_a_template_is_read_with_a_clear_error_for_each_mistake(tmp_path):

@@ -8,6 +8,7 @@ is learnt in the view that the model has when it is asked for that answer.
 import json
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, cast
 
 from transformers import PreTrainedTokenizerBase
@@ -15,16 +16,18 @@ from transformers import PreTrainedTokenizerBase
 from headway.data.chat_settings import TEMPLATE_FILE, rendering_arguments
 from headway.data.samples import Chat, Message, Origin, Part, TextPart, unusable
 from headway.data.stops import SpecialTokens, Stops, find_stops
-from headway.data.template_bounds import MAX_SOURCE, TemplateFailure, render_template
+from headway.data.template_bounds import MAX_SOURCE, Rendering, TemplateFailure, render_template
+from headway.data.template_prefixes import Beginnings, render_beginnings
 from headway.errors import CheckpointError, ConfigError
 
 Span = tuple[int, int]
 """First and one past the last character."""
 
 _MARKS_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-MOST_TURNS = 1_000_000  # turns before all answers of a chat together: those of a chat of 2,000 turns take 10 s
+MOST_TURNS = 1_000_000  # turns that are rendered for one chat, in all runs of the template together: 10 s
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # keys by which templates read a model's reasoning
 _Turns = list[dict[str, Any]]
+_Rendered = Callable[[int, bool], Rendering]  # a chat's beginning, by its messages and whether an answer is opened
 
 
 class View(NamedTuple):
@@ -104,16 +107,10 @@ class ChatTemplate:
         """
         turns = self._turns(sample.messages)
         views: list[View] = []
+        rendered = self._beginnings(turns, sample)
         # Each answer is rendered with all turns before it.
-        if (num_turns := sum(sample.answers)) > MOST_TURNS:
-            raise unusable(
-                sample,
-                f"the chat has {len(sample.answers):,} answers to learn in {len(turns):,} turns, and each is rendered "
-                f"behind those before it: {num_turns:,} turns, of which at most {MOST_TURNS:,} are. Split the chat, or "
-                "mark earlier answers as not to be learnt (loss: false).",
-            )
         for number in reversed(sample.answers):
-            text, spans = self._answer(turns, number, sample)
+            text, spans = self._answer(turns, number, sample, rendered)
             if views and views[-1].text.startswith(text[: spans[-1][1]]):
                 views[-1].spans[:0] = spans
                 continue
@@ -140,17 +137,54 @@ class ChatTemplate:
         by_template = [self.stops(has_tools) for has_tools in (False, True)] if self.sources else []
         return {self._special.ids[token] for stops in by_template for token in stops.tokens}
 
-    def _answer(self, turns: _Turns, number: int, sample: Chat) -> tuple[str, list[Span]]:
+    def _beginnings(self, turns: _Turns, sample: Chat) -> "_Rendered":
+        """Renderings of a chat's beginnings, by their messages and whether an answer is opened behind them.
+
+        One run of the template gives the longest that is asked for, and those before it of which that is proven.
+        """
+        source, variables = self.sources[self._name(bool(sample.tools))], self._variables(sample)
+        lengths = {number + shown for number in sample.answers for shown in (0, 1)}
+        beginnings: Beginnings | None = None
+        is_followed, num_turns = True, 0
+
+        def rendered(length: int, opened: bool) -> Rendering:
+            nonlocal beginnings, is_followed, num_turns
+            rendering = beginnings.get(length, opened) if beginnings is not None else None
+            num_turns += length if rendering is None else 0
+            if num_turns > MOST_TURNS:
+                raise unusable(
+                    sample,
+                    f"the chat has {len(sample.answers):,} answers to learn in {len(turns):,} turns, and the model's "
+                    "chat template shows the beginning in other ways to many of them. To render it for each takes more "
+                    f"than {MOST_TURNS:,} turns. Split the chat, or mark earlier answers as not to be learnt "
+                    "(loss: false).",
+                )
+            if rendering is None and is_followed and not opened:
+                with suppress(TemplateFailure):  # a run of its own says why
+                    tools = cast(Any, [*sample.tools] or None)
+                    beginnings = render_beginnings(turns[:length], source, lengths, tools=tools, variables=variables)
+                    rendering = None if beginnings is None else beginnings.get(length, opened)
+                is_followed = rendering is not None
+            return rendering or self._rendered(turns[:length], sample, add_generation_prompt=opened)
+
+        return rendered
+
+    def _answer(
+        self, turns: _Turns, number: int, sample: Chat, rendered: "_Rendered | None" = None
+    ) -> tuple[str, list[Span]]:
         """The chat up to one answer, and where that answer stands; it ends with the token that stops generation."""
         chat = turns[: number + 1]
+        rendered = rendered or (
+            lambda length, opened: self._rendered(turns[:length], sample, add_generation_prompt=opened)
+        )
         message = sample.messages[number]
         marks = bool(_MARKS_GENERATION.search(self.sources[self._name(bool(sample.tools))]))
         # The prompt is the chat before the answer, with the words that open the assistant's turn.
-        shown, marked = self._rendered(chat, sample)
-        prompt = self._render(chat[:-1], sample, opened=True) if number else self._opening(shown, chat, sample)
+        shown, marked = rendered(number + 1, False)
+        prompt = rendered(number, True)[0] if number else self._opening(shown, chat, sample)
         # The answer begins where the whole chat and its prompt part.
         start = _shared(shown, prompt)
-        before = self._render(chat[:-1], sample) if number and start < len(prompt) else ""
+        before = rendered(number, False)[0] if number and start < len(prompt) else ""
         if start < len(before.rstrip()):  # the turns before look otherwise once this one follows
             shown, moved = self._as_asked(shown, prompt, before, message, sample, number + 1)
             start = len(prompt)
@@ -279,15 +313,8 @@ class ChatTemplate:
     def _rendered(self, chat: _Turns, sample: Chat, **options: Any) -> tuple[str, Any]:
         """Run the template: the one place where it runs."""
         source, tools = self.sources[self._name(bool(sample.tools))], cast(Any, [*sample.tools] or None)
-        if arguments := sorted(rendering_arguments() & sample.template_kwargs.keys()):
-            raise unusable(
-                sample,
-                f'"chat_template_kwargs" sets {", ".join(arguments)}, which rendering itself decides: it is an '
-                "argument of apply_chat_template and no variable of the template. Remove it from the row.",
-            )
-        variables = {**self._special_tokens, **sample.template_kwargs}
         try:
-            return render_template(chat, source, tools=tools, variables=variables, **options)
+            return render_template(chat, source, tools=tools, variables=self._variables(sample), **options)
         except TemplateFailure as error:  # templates raise whatever they like
             if (texts := _with_arguments_as_text(chat)) != chat:  # DeepSeek-V3's puts the arguments' JSON together
                 return self._rendered(texts, sample, **options)
@@ -296,6 +323,16 @@ class ChatTemplate:
                 f"the model's chat template refuses this chat: {error}. Check the order of the "
                 "roles, and whether the model takes system messages and tools.",
             ) from error
+
+    def _variables(self, sample: Chat) -> dict[str, Any]:
+        """The variables with which the template is run for a chat."""
+        if arguments := sorted(rendering_arguments() & sample.template_kwargs.keys()):
+            raise unusable(
+                sample,
+                f'"chat_template_kwargs" sets {", ".join(arguments)}, which rendering itself decides: it is an '
+                "argument of apply_chat_template and no variable of the template. Remove it from the row.",
+            )
+        return {**self._special_tokens, **sample.template_kwargs}
 
     def _name(self, has_tools: bool) -> str:
         name = "tool_use" if has_tools and "tool_use" in self.sources else "default"

@@ -31,16 +31,22 @@ MAX_STEPS = 2_000_000  # turns of loops and calls in one rendering; real chats t
 MAX_LENGTH = 100_000_000  # length of the longest text [characters] or list; a tokenizer's own bound is far below
 MAX_MADE = 4_000_000_000  # all texts and lists that one rendering makes, one after another [characters, entries]
 MAX_SECONDS = 30.0  # time of the longest rendering [s]; the largest real chats take a tenth of a second
+_STEPS_BETWEEN_LOOKS = 32  # steps from one look at the clock to the next; the longest take tenths of a second
 _MAX_WIDTH = 100_000  # width to which a template may pad a text [characters]
 _MAX_PARTS = 2_000_000  # parts of a list or mapping, the parts of its parts included
 _MAX_BITS = 10_000  # size of a product or power [bits]
-_RENDERING = threading.Lock()  # a compiled template counts, and notes the spans that it marks, while it renders
+RENDERING = threading.Lock()  # a compiled template counts, and notes the spans that it marks, while it renders
 
 # The width or precision of a format: %5d, {:5}; and one that an argument states: %*d, {:{}}.
 _WIDE = re.compile(r"%[-+ #0]*(?:\d*\.)?\d{6,}|:[^{}]*\d{6,}[^{}]*\}")
 _STATED = re.compile(r"%[^a-zA-Z%]*\*|\{[^{}]*\{")
 _PADDING = {"center", "ljust", "rjust", "zfill", "expandtabs", "to_bytes", "indent", "batch", "slice", "tojson"}
+_OF_MAPPINGS = frozenset(dir(dict))
 _CHECKED_FILTERS = _PADDING | {"replace", "join", "format", "sum", "string", "pprint"}
+
+
+Rendering = tuple[str, list[tuple[int, int]]]
+"""A text, and the spans of it that its template marks with `{% generation %}` [characters]."""
 
 
 class TemplateFailure(Exception):  # noqa: N818 - no error of its own: the chat's reader says what it means for the chat
@@ -58,7 +64,7 @@ def compile_template(source: str) -> Template:
     except TemplateSyntaxError:
         raise
     except Exception as error:  # Python's own compiler raises on expressions that are nested too deeply, for example
-        raise TemplateSyntaxError(_reason(error), 1) from error
+        raise TemplateSyntaxError(failure_reason(error), 1) from error
 
 
 def render_template(
@@ -68,7 +74,7 @@ def render_template(
     tools: list[dict[str, Any]] | None = None,
     add_generation_prompt: bool = False,
     variables: Mapping[str, Any] = MappingProxyType({}),
-) -> tuple[str, list[tuple[int, int]]]:
+) -> Rendering:
     """Render a chat by a template that anybody may have written.
 
     Args:
@@ -84,23 +90,20 @@ def render_template(
     Raises:
         TemplateFailure: whatever the template raises, or that it goes beyond a bound.
     """
-    texts: list[str] = []
-    spans: list[tuple[int, int]] = []
-    with _RENDERING:
+    with RENDERING:
         try:
             template = _compiled(source)
             environment: Any = template.environment
-            environment.budget.start()
-            environment.texts, environment.spans = texts, spans
             own = {"messages": chat, "tools": tools, "add_generation_prompt": add_generation_prompt}
-            for text in template.generate({"documents": None, **variables, **own}):
-                texts.append(text)
+            for _ in environment.run_template(template, {"documents": None, **variables, **own}):
+                pass
         except Exception as error:
-            raise TemplateFailure(_reason(error)) from error
-    return "".join(texts), spans
+            raise TemplateFailure(failure_reason(error)) from error
+        return "".join(environment.texts), environment.spans
 
 
-def _reason(error: Exception) -> str:
+def failure_reason(error: Exception) -> str:
+    """The reason why a template failed, cut to what a person reads."""
     text = str(error)
     if isinstance(error, RecursionError):
         text = "it calls itself without end"
@@ -114,14 +117,17 @@ class _Budget:
         self.start()
 
     def start(self) -> None:
-        self.steps, self.made, self.end_s = 0, 0, time.monotonic() + MAX_SECONDS
+        self.steps, self.made, self.next_look = 0, 0, 0
+        self.end_s = time.monotonic() + MAX_SECONDS
 
     def step(self, number: int = 1) -> None:
         self.steps += number
         if self.steps > MAX_STEPS:
             raise OverflowError(f"it takes more than {MAX_STEPS:,} steps")
-        if time.monotonic() > self.end_s:
-            raise OverflowError(f"it takes longer than {MAX_SECONDS:g} s")
+        if self.steps >= self.next_look:  # the clock is dearer than a step
+            self.next_look = self.steps + _STEPS_BETWEEN_LOOKS
+            if time.monotonic() > self.end_s:
+                raise OverflowError(f"it takes longer than {MAX_SECONDS:g} s")
 
     def make(self, length: int) -> None:
         """Enter a text or list before it is made."""
@@ -162,8 +168,7 @@ class _Generation(Extension):
     def _marked(self, caller: Macro) -> str:
         environment: Any = self.environment
         text: str = caller()
-        start = sum(map(len, environment.texts))
-        environment.spans.append((start, start + len(text)))
+        environment.mark(len(text))
         return text
 
 
@@ -178,7 +183,7 @@ class _Dict:
         return dict.fromkeys(*args)
 
 
-class _Namespace(Namespace):
+class TemplateNamespace(Namespace):
     """`namespace` whose names do not begin with an underscore, as Python's own do."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
@@ -215,11 +220,12 @@ def _now(layout: str) -> str:
     return datetime.now().strftime(layout)
 
 
-class _BoundedEnvironment(ImmutableSandboxedEnvironment):
+class BoundedEnvironment(ImmutableSandboxedEnvironment):
     """The environment of chat templates, which counts: filters are checked, and each printed value is counted."""
 
     intercepted_binops = frozenset({"*", "**", "%", "+"})
     texts: list[str]  # texts that a rendering has given so far
+    length: int  # length of these texts [characters]
     spans: list[tuple[int, int]]  # spans of the joined texts that the template marks
 
     def __init__(self) -> None:
@@ -227,9 +233,10 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         self.budget = _Budget()
         self.text = 0  # characters of the template that are printed as they stand
-        self.texts, self.spans = [], []
+        self.texts, self.length, self.spans = [], 0, []
         del self.globals["lipsum"]  # makes any number of words, which no chat needs
-        self.globals |= {"raise_exception": _refuse, "strftime_now": _now, "dict": _Dict(), "namespace": _Namespace}
+        self.globals |= {"raise_exception": _refuse, "strftime_now": _now, "dict": _Dict()}
+        self.globals["namespace"] = TemplateNamespace
         self.filters["tojson"] = _as_json
         for name, filter_ in list(self.filters.items()):
             if name in _CHECKED_FILTERS:
@@ -238,6 +245,19 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.filters["_sized"] = _sized
         self.filters["_joined"] = lambda *parts: self._joined([str(_sized(part)) for part in parts])
         self.finalize = self._printed
+
+    def run_template(self, template: Template, variables: dict[str, Any]) -> Iterator[None]:
+        """Run a template, and stop behind each text that it gives."""
+        self.budget.start()
+        self.texts, self.length, self.spans = [], 0, []
+        for text in template.generate(variables):
+            self.texts.append(text)
+            self.length += len(text)
+            yield
+
+    def mark(self, length: int) -> None:
+        """Note that the next characters are marked."""
+        self.spans.append((self.length, self.length + length))
 
     def _generate(self, source: nodes.Template, *arguments: Any, **options: Any) -> str:
         """Have loops, lists and `~` go through a filter, and write the template's program."""
@@ -255,6 +275,9 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """Do an operation whose result is bounded."""
+        if operator == "+" and type(left) is type(right) is str:
+            self.budget.make(len(left) + len(right))
+            return left + right
         if operator == "%" and isinstance(left, str):
             _check_format(left, right if isinstance(right, tuple) else (right,))
         elif operator == "**" and isinstance(left, int) and isinstance(right, int):
@@ -272,19 +295,31 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Call a template's function, after a check of the arguments."""
-        self.budget.make(self.text if isinstance(function, Macro | BlockReference) else 0)
+        if isinstance(function, Macro):
+            self.budget.make(self.text)
+            return super().call(context, function, *args, **kwargs)
+        self.budget.make(self.text if isinstance(function, BlockReference) else 0)
         name = getattr(function, "__name__", type(function).__name__)
         owner = getattr(getattr(function, "__wrapped__", function), "__self__", None)  # text of a wrapped `format`
         args = _settled(args) if name == "join" else args
         _check(name, self.budget, (owner, *args, *kwargs.values()))
         return super().call(context, function, *args, **kwargs)
 
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """Read an attribute, or an entry of a mapping at once where the type has no attribute of that name."""
+        if type(obj) is dict and attribute in obj and attribute not in _OF_MAPPINGS:
+            return obj[attribute]
+        return super().getattr(obj, attribute)
+
     def _joined(self, parts: list[str]) -> str:
         self.budget.make(sum(map(len, parts)))
         return "".join(parts)
 
     def _printed(self, value: Any) -> Any:
-        self.budget.make(len(value) if isinstance(value, str) else 0)
+        if isinstance(value, str):
+            self.budget.make(len(value))
+            return value
+        self.budget.step()
         return _sized(value)
 
 
@@ -292,7 +327,7 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
 def _compiled(source: str) -> Template:
     if len(source) > MAX_SOURCE:
         raise TemplateSyntaxError(f"it has {len(source):,} characters, and at most {MAX_SOURCE:,} are allowed", 1)
-    return _BoundedEnvironment().from_string(source)
+    return BoundedEnvironment().from_string(source)
 
 
 def _filter(node: Any, name: str, *arguments: nodes.Expr) -> nodes.Filter:
@@ -311,7 +346,7 @@ def _text_in(node: nodes.Node) -> int:
     return sum(len(text.data) for text in node.find_all(nodes.TemplateData))
 
 
-def _checked(name: str, filter_: Callable[..., Any], environment: _BoundedEnvironment) -> Callable[..., Any]:
+def _checked(name: str, filter_: Callable[..., Any], environment: BoundedEnvironment) -> Callable[..., Any]:
     """A filter that checks its arguments first, with jinja2's marks of the original filter."""
 
     def checked(*args: Any, **kwargs: Any) -> Any:
@@ -325,7 +360,7 @@ def _checked(name: str, filter_: Callable[..., Any], environment: _BoundedEnviro
 
 def _check(name: str, budget: _Budget, values: tuple[Any, ...]) -> None:
     """Refuse a method or filter that would make too large a value of these."""
-    if name in ("_Dict", "_Namespace", "fromkeys", "tojson", "string", "pprint"):
+    if name in ("_Dict", "TemplateNamespace", "fromkeys", "tojson", "string", "pprint"):
         _sized(values)
     texts = [value for value in values if isinstance(value, str)]
     if name in _PADDING:
