@@ -36,13 +36,16 @@ def write_weights(mix: Mix) -> None:
     build_model(mix, "sdpa", torch.device("cpu")).save_pretrained(_files(mix).model)
 
 
-def run_headway_train(mix: Mix, shape: Shape, device: torch.device, *, compiled: bool = False) -> dict[str, Any]:
+def run_headway_train(
+    mix: Mix, shape: Shape, device: torch.device, *, compiled: bool = False, cached: bool = True
+) -> dict[str, Any]:
     """Train in packs as long as a step of the others on average, one a step, and never less than the longest sample.
 
     Returns:
         What the throughput benchmark keeps of a round; FLOPs, tokens and patches are the run's own records'.
     """
-    clock, records = train(mix, packs_of(mix, shape), {"steps": shape.steps}, device, compiled=compiled)
+    data = packs_of(mix, shape) | {"cache_encoded": "auto" if cached else "off"}
+    clock, records = train(mix, data, {"steps": shape.steps}, device, compiled=compiled)
     timed = records[shape.warmup :]
     wall_s, cpu_s = clock.spent_s(shape.warmup)
     return {

@@ -1,4 +1,4 @@
-"""Where Headway keeps what it can make again: measured ceilings, length indices, copies and places of rows."""
+"""Where Headway keeps what it can make again: ceilings, length indices, encoded samples, copies and places of rows."""
 
 import os
 import platform

@@ -19,13 +19,14 @@ def library_versions() -> dict[str, str]:
 
 
 @cache
-def code_digest(*rooms: str) -> str:
-    """Digest of the content of this package's modules, for those who change them without a new version.
+def code_digest(*rooms: str, package: Path = Path(__file__).parent) -> str:
+    """Digest of the content of a package's modules, for those who change them without a new version.
 
     Args:
         rooms: folders of the package; all of it if none is named.
+        package: folder of the package; this one if it is not given.
     """
-    package, digest = Path(__file__).parent, hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=16)
     for folder in [package / room for room in rooms] or [package]:
         for file in sorted(folder.rglob("*.py")):
             digest.update(f"{file.relative_to(package)} {file.stat().st_size}\n".encode() + file.read_bytes())

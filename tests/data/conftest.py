@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from transformers import Qwen2AudioProcessor, WhisperFeatureExtractor
 
 from headway.data import Chat, Encoder, read_samples
 from headway.models import load_processor
@@ -35,6 +36,21 @@ def encoder(processor: Processor) -> Encoder:
 @pytest.fixture(scope="session")
 def text_encoder(processor: Any) -> Encoder:
     return Encoder(processor.tokenizer)
+
+
+@pytest.fixture(scope="session")
+def hearing(tmp_path_factory: pytest.TempPathFactory) -> Encoder:
+    """An encoder for a Qwen2-Audio with a small tokenizer, read from an ordinary folder."""
+    folder = tmp_path_factory.mktemp("hearing")
+    base: Any = load_processor(write_processor(folder / "base", ["What is that? A tone."], patch_size=8))
+    tokenizer = base.tokenizer
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"]})
+    tokenizer.chat_template = None
+    processor = Qwen2AudioProcessor(WhisperFeatureExtractor(feature_size=128), tokenizer)
+    processor.save_pretrained(folder / "model")
+    saved = json.loads((folder / "model" / "processor_config.json").read_text())
+    assert saved["processor_class"] == "Qwen2AudioProcessor"
+    return Encoder(load_processor(folder / "model"))
 
 
 @pytest.fixture

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from headway.config.sections import FREE_ON_RESUME, Positive, Section, Share, Slots, settings_off_default
+from headway.report.quantity import SIZE_UNITS, bytes_in
 
 Overlong = Literal["error", "drop", "truncate", "split"]
 Pixels = Annotated[int, Field(ge=1, le=2**40)]
@@ -272,6 +273,28 @@ class DataConfig(MediaConfig, SourcesConfig):
         default=2**30, ge=0, le=2**50, description="Size of the packs that are made ahead, per rank [bytes]"
     )
 
+    cache_encoded: Annotated[str, BeforeValidator(lambda value: "off" if value is False else value), FREE_ON_RESUME] = (
+        Field(
+            default="auto",
+            description="Encoded samples that the cache keeps: auto, off, or a size such as 200GiB. Auto keeps samples "
+            "with media, in a tenth of the disk's free space",
+        )
+    )
+
+    @property
+    def cache_bytes(self) -> int | None:
+        """Size that encoded samples may take [bytes]; None where the disk decides."""
+        return bytes_in(self.cache_encoded)
+
+    @field_validator("cache_encoded")
+    @classmethod
+    def _cache_is_understood(cls, cache_encoded: str) -> str:
+        if cache_encoded not in ("auto", "off") and not bytes_in(cache_encoded):
+            raise ValueError(
+                f"{cache_encoded!r} is not auto, off or a size such as 200GiB; units are {', '.join(SIZE_UNITS)}"
+            )
+        return cache_encoded
+
     @property
     def played(self) -> tuple[StageConfig, ...]:
         """The stages of the training data, one after the other; what `train` lists is one."""
@@ -313,4 +336,6 @@ class DataConfig(MediaConfig, SourcesConfig):
                 raise ValueError(f"stage {index} needs 'epochs', or the stages after it would never be reached")
         if self.stream is not None and self.window is not None:
             raise ValueError("window has no effect on a stream, which is packed as it comes; see stream.open_packs")
+        if self.stream is not None and self.cache_bytes:
+            raise ValueError("cache_encoded has no effect on a stream, whose samples are not known beforehand")
         return self

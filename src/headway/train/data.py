@@ -1,11 +1,13 @@
 """From the configuration's data section to a feed of packs."""
 
+import inspect
 import json
 import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -22,6 +24,8 @@ from headway.data.feed import FILES, Feed, IndexedFeed, PackMaker, Share, Stream
 from headway.data.feed.make import RowRule
 from headway.data.index import LengthIndex, build_index
 from headway.data.media.sizes import MediaSizes
+from headway.data.sample_cache import SampleCache
+from headway.data.sample_cache import folder_of as samples_folder
 from headway.data.samples import SampleError
 from headway.data.sources import Source, open_source
 from headway.data.sources.identity import changes_since, refusal
@@ -36,6 +40,7 @@ from headway.packing.order import Order, Stage, StageSource
 from headway.packing.plan import Plan
 from headway.plugins import objective_of
 from headway.train.agreement import agree, agreed_files, files_facts
+from headway.version import code_digest, library_versions
 
 _LOOKED_AT = 20  # rows of a source, to find some that can be used
 QUARANTINE = "bad_samples.jsonl"
@@ -93,7 +98,7 @@ def open_feed(
     rule_of = None if objective is None else objective.hook("rows")
     rule = RowRule() if rule_of is None else rule_of(config.objective_section)
     _check_kinds(sources, rule)
-    maker = PackMaker(sources, encoder, collator, bad.skips, dropout, rule)
+    maker = PackMaker(sources, encoder, collator, bad.skips, dropout, rule, _cache(data, sources, encoder, rule, model))
     accumulation = config.optim.accumulation
     share = Share(ranks.data_rank, ranks.num_data_ranks, accumulation, data.workers, data.prefetch_bytes, pin_memory)
     # Packs as samples come, without an index of lengths.
@@ -129,6 +134,21 @@ def open_feed(
     feed = IndexedFeed(plan, maker, share, bad, planned=planned, files=files)
     agree(ranks, lambda: files_facts(feed.files))  # lengths of rows tell files apart that are too large to be hashed
     return feed
+
+
+def _cache(
+    data: DataConfig, sources: tuple[Source, ...], encoder: Encoder, rule: RowRule, model: PreTrainedModel
+) -> SampleCache | None:
+    """The cache of encoded samples; None where each is encoded as often as it is trained on."""
+    if data.cache_encoded == "off" or data.stream is not None or rule.needs_rows:
+        return None
+    # Positions follow the model's configuration, and a family's encoder may be of another package.
+    settings = {name: value for name, value in model.config.to_dict().items() if not name.startswith("_")}
+    encoding = encoder.fingerprint(), encoder.shares_prompts, json.dumps(settings, sort_keys=True, default=str)
+    package = Path(inspect.getfile(type(encoder))).parent
+    code = library_versions(), code_digest("data", "models"), code_digest(package=package)
+    folder = samples_folder(type(rule).__qualname__, *encoding, *code)
+    return SampleCache(sources, folder, data.cache_bytes, with_text=data.cache_bytes is not None)
 
 
 def _check_kinds(sources: Sequence[Source], rule: RowRule) -> None:

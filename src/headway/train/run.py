@@ -124,6 +124,8 @@ def _run(config: TrainConfig, run: Run, phase: LoopPhase, start_ns: int) -> RunS
             )
         for warning in utilisation.warnings:
             out.progress.note(f"warning: {warning}")
+        if line := run.feed.cache_line(run.ranks.gather(run.feed.cached)):
+            out.progress.note(line)
 
     # Losses of all steps, those before a resume included: the first process has them.
     losses = run.ranks.gather_all(out.metrics.losses)[0]

@@ -1,35 +1,17 @@
 """Sounds written by PyAV, read as Qwen2-Audio reads them."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen2AudioProcessor, WhisperFeatureExtractor
 
 from headway.data import AudioPart, Chat, Encoder, Media, Message, Origin, TextPart
 from headway.data.media.audio import Sound
 from headway.errors import DataError
 from headway.models import load_processor
-from headway.synthetic.processor import write_processor
 from helpers.data import sound, video
 from helpers.folders import write_vlm
 
 HERE = Origin("made", "made.jsonl", 0, "line 1")
-
-
-@pytest.fixture(scope="module")
-def hearing(tmp_path_factory):
-    """An encoder for a Qwen2-Audio with a small tokenizer, read from an ordinary folder."""
-    folder = tmp_path_factory.mktemp("hearing")
-    tokenizer = load_processor(write_processor(folder / "base", ["What is that? A tone."], patch_size=8)).tokenizer
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"]})
-    tokenizer.chat_template = None
-    processor = Qwen2AudioProcessor(WhisperFeatureExtractor(feature_size=128), tokenizer)
-    processor.save_pretrained(folder / "model")
-    saved = json.loads((folder / "model" / "processor_config.json").read_text())
-    assert saved["processor_class"] == "Qwen2AudioProcessor"
-    return Encoder(load_processor(folder / "model"))
 
 
 def chat(*parts):

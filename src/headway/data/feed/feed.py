@@ -1,6 +1,7 @@
 """The base of both feeds: packs made ahead by workers, samples counted as packs are handed out, state to resume."""
 
 import json
+import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence, Set
@@ -12,6 +13,7 @@ from headway.data.blank_media import Kinds, with_blanks
 from headway.data.collate import Batch
 from headway.data.feed.make import FinishedPack, PackMaker
 from headway.data.pool import Pool
+from headway.data.sample_cache import CacheCounts
 from headway.data.sources.identity import Identities, Verify, changes_since, identify, refusal
 from headway.errors import CheckpointError, ConfigError, HeadwayError
 from headway.packing.budget import Budget
@@ -120,6 +122,7 @@ class Feed(ABC):
     Attributes:
         sources: the datasets.
         making_s: times of the workers on the packs of the last step, by part of `headway.data.pack_times` [s].
+        cached: what the cache of encoded samples did since the feed was opened.
         needed: steps that will still be asked for, beyond which an index's packs are not made; None where nobody knows.
         files: identity of every file of the sources, which states hold and are compared by.
     """
@@ -143,6 +146,7 @@ class Feed(ABC):
         self._report = FeedReport(planned=planned or {})
         self._lost = dict.fromkeys(self.names, 0)
         self.making_s: dict[str, float] = {}
+        self.cached = CacheCounts()
         self.needed: int | None = None
         self.files = identify(maker.sources) if files is None else files
         self._pool: Pool[Any, Any] = Pool(
@@ -209,6 +213,8 @@ class Feed(ABC):
         """End the workers; the next step, if asked for, is the one after the last handed out."""
         self._steps = None
         self._pool.close()
+        if self._maker.cache is not None:  # samples that a thread of this process encoded
+            self._maker.cache.flush()
 
     def padding(self) -> Batch:
         """A pack without a sample, for a rank whose data have ended before the others'."""
@@ -237,6 +243,17 @@ class Feed(ABC):
     def lost_tokens(self) -> tuple[int, ...]:
         """Tokens of each source's samples that were cut off or left out in the last step [tokens], by `names`."""
         return tuple(self._lost.values())
+
+    def cache_line(self, counts: Sequence[CacheCounts]) -> str:
+        """A line on what the cache of encoded samples did; empty if there was nothing for it to do.
+
+        Args:
+            counts: `cached` of all ranks.
+        """
+        cache, total = self._maker.cache, CacheCounts()
+        for count in counts:
+            total = total.plus(count)
+        return "" if cache is None else cache.describe(total)
 
     def report(self) -> FeedReport:
         """Counts up to the last step handed out, of this rank alone."""
@@ -299,6 +316,9 @@ class Feed(ABC):
         self._report = report if self.share.rank == 0 else FeedReport(planned=report.planned)
 
     def _hand_out(self, pack: FinishedPack) -> None:
+        if pack.cached.trouble and not self.cached.trouble and self.share.rank == 0:
+            warnings.warn(f"{pack.cached.trouble[:1].upper()}{pack.cached.trouble[1:]}.", RuntimeWarning, stacklevel=2)
+        self.cached = self.cached.plus(pack.cached)
         counts, batch = self._report.samples, pack.batch
         pieces = zip(batch.origins, batch.sample_tokens, pack.pieces, pack.whole_tokens, strict=True)
         for origin, tokens, piece, whole_tokens in pieces:

@@ -10,6 +10,7 @@ from headway.data.collate import Batch, Collator
 from headway.data.encode import Encoder
 from headway.data.encoded import EncodedSample
 from headway.data.pack_times import charged_to, take_charges
+from headway.data.sample_cache import CacheCounts, SampleCache
 from headway.data.samples import Origin, Sample, SampleError, supervised
 from headway.data.sources import Source
 from headway.errors import DataError
@@ -72,6 +73,7 @@ class FinishedPack(NamedTuple):
         skipped: samples planned for it that could not be used.
         dropped: samples read for it that exceed a pack.
         making_s: time of making it, by part of `headway.data.pack_times` [s]; None where nobody took it.
+        cached: what the cache of encoded samples did for it.
     """
 
     batch: Batch
@@ -80,6 +82,7 @@ class FinishedPack(NamedTuple):
     skipped: tuple[SkippedSample, ...]
     dropped: tuple[DroppedSample, ...] = ()
     making_s: dict[str, float] | None = None
+    cached: CacheCounts = CacheCounts()
 
 
 class RowRule:
@@ -87,6 +90,12 @@ class RowRule:
 
     An objective with another rule gives a subclass, which is pickled for the workers.
     """
+
+    @property
+    def needs_rows(self) -> bool:
+        """True if more than the check reads a row, so that its tokens alone do not do."""
+        own = type(self)
+        return own.marked is not RowRule.marked or own.others is not RowRule.others
 
     def check(self, sample: Sample) -> None:
         """Refuse a row that cannot be learnt from.
@@ -132,6 +141,7 @@ class PackMaker:
         skips: whether a sample that cannot be used is left out and named, instead of ending the run.
         dropout: of conditions; None where all samples are whole.
         rule: which samples the run's objective learns from, and what it needs beside their tokens.
+        cache: of encoded samples, of rules that need no rows; None without one.
     """
 
     sources: tuple[Source, ...]
@@ -140,6 +150,7 @@ class PackMaker:
     skips: bool
     dropout: Dropout | None = None
     rule: RowRule = field(default_factory=RowRule)
+    cache: SampleCache | None = None
 
     def __call__(self, pieces: Sequence[Piece]) -> FinishedPack:
         """Make a pack; one of which nothing is left is a pack of padding.
@@ -157,19 +168,19 @@ class PackMaker:
         """
         encoded, whole_tokens, used, skipped = [], [], [], []
         others: list[list[EncodedSample]] = []
+        if self.cache is not None:
+            self.cache.tend()
         for piece, read_sample in pieces:
             try:
-                with charged_to("read"):
-                    sample = read_sample()
+                full_sample, sample = self._encoded(piece, read_sample)
                 try:
-                    self.rule.check(sample)
-                    full_sample = self.encoder.without_conditions(
-                        self.encoder.encode(sample), self.dropout, piece.epoch
-                    )
-                    part = self.rule.marked(cut_sample(full_sample, piece.start, piece.stop), sample)
-                    others.append(self.rule.others(part, sample, self.encoder))
+                    full_sample = self.encoder.without_conditions(full_sample, self.dropout, piece.epoch)
+                    part = cut_sample(full_sample, piece.start, piece.stop)
+                    if sample is not None:
+                        part = self.rule.marked(part, sample)
+                        others.append(self.rule.others(part, sample, self.encoder))
                 except DataError as error:
-                    raise sample_error(error, sample.origin) from error
+                    raise sample_error(error, full_sample.origin) from error
             except SampleError as error:
                 if not self.skips:
                     raise
@@ -181,7 +192,25 @@ class PackMaker:
         batch = self.collator(encoded)
         if (samples := self.rule.companions(others)) is not None:
             batch = replace(batch, companion=self.collator(samples))
-        return FinishedPack(batch, tuple(used), tuple(whole_tokens), tuple(skipped), making_s=take_charges())
+        cached = CacheCounts() if self.cache is None else self.cache.take_counts()
+        return FinishedPack(
+            batch, tuple(used), tuple(whole_tokens), tuple(skipped), making_s=take_charges(), cached=cached
+        )
+
+    def _encoded(self, piece: Piece, read_sample: Callable[[], Sample]) -> tuple[EncodedSample, Sample | None]:
+        """A sample and its row; None for the row where the sample is in the cache."""
+        with charged_to("read"):
+            cached = None if self.cache is None else self.cache.read(piece.source, piece.row)
+            if cached is not None:
+                return cached, None
+            sample = read_sample()
+        try:
+            self.rule.check(sample)
+            if self.cache is None:
+                return self.encoder.encode(sample), sample
+            return self.cache.encoded(piece.source, piece.row, sample, self.encoder.encode), sample
+        except DataError as error:
+            raise sample_error(error, sample.origin) from error
 
     def _load(self, piece: Piece) -> Sample:
         source = self.sources[piece.source]

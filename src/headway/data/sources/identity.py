@@ -6,15 +6,18 @@ otherwise. Media that rows name are not looked at, unless they lie within the fi
 """
 
 import hashlib
+import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import UTC, datetime
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
 from headway.cache import cache_root, write_whole
+from headway.data.samples import Chat, Media, MediaPart, Preference, Sample
 from headway.data.sources.files import File
 from headway.data.sources.source import Source
 from headway.errors import CheckpointError, DataError
@@ -220,3 +223,28 @@ def content_mark(path: Path, full_bytes: int = 2**24, spots: int = 256) -> str:
                 file.seek(size * spot // spots)
                 digest.update(file.read(_SPOT_BYTES))
     return digest.hexdigest()
+
+
+def media_of(sample: Sample) -> Iterator[Media]:
+    """The images, videos and sounds of a row."""
+    chats = sample.chats if isinstance(sample, Preference) else (sample,) if isinstance(sample, Chat) else ()
+    return (part.media for chat in chats for part in chat.parts if isinstance(part, MediaPart))
+
+
+def media_files(sample: Sample) -> Iterator[str]:
+    """Paths and addresses of the media that a row names; media within the row have none."""
+    for medium in chain.from_iterable(item.frames or (item,) for item in media_of(sample)):
+        if medium.path is not None:
+            yield medium.path
+
+
+def file_state(file: str) -> tuple[int, ...]:
+    """Inode, size and times of change of content and inode [ns] of a local file; nothing of an address on the web.
+
+    Raises:
+        OSError: there is no such file.
+    """
+    if "://" in file:
+        return ()
+    status = os.stat(file)  # noqa: PTH116 - fast, for each picture
+    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns

@@ -12,7 +12,7 @@ process computes.
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -32,9 +32,9 @@ from headway.count import CostModel
 from headway.data import Batch
 from headway.data.blank_media import vision_kinds
 from headway.data.feed import IndexedFeed
-from headway.data.samples import Chat, MediaPart, Origin, Preference, Sample, SampleError
+from headway.data.samples import Origin, SampleError
 from headway.data.sources import Source
-from headway.data.sources.identity import content_mark
+from headway.data.sources.identity import content_mark, file_state, media_files
 from headway.errors import CheckpointError, DataError
 from headway.log.working import working
 from headway.models.head import ModelWithLoss, model_with_loss
@@ -297,29 +297,14 @@ def _media_marks(source: Source, row: int, before: NDArray[np.uint64]) -> tuple[
     Both are 0 of a row without such files. An address on the web is known by itself alone.
     """
     try:
-        files = list(dict.fromkeys(_media_files(source[row])))
-        states = [(file, *_state(file)) for file in files]
+        files = list(dict.fromkeys(media_files(source[row])))
+        states = [(file, *file_state(file)) for file in files]
         state = _number(states)
         if not files or state == before[0]:
             return (state, int(before[1])) if files else (0, 0)
         return state, _number([(file, content_mark(Path(file))) if "://" not in file else file for file in files])
     except (SampleError, OSError):  # told where the row is used
         return 0, 0
-
-
-def _state(file: str) -> tuple[int, ...]:
-    if "://" in file:
-        return ()
-    status = Path(file).stat()
-    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
-
-
-def _media_files(sample: Sample) -> Iterator[str]:
-    chats = sample.chats if isinstance(sample, Preference) else (sample,) if isinstance(sample, Chat) else ()
-    media = [part.media for chat in chats for part in chat.parts if isinstance(part, MediaPart)]
-    for medium in chain.from_iterable(item.frames or (item,) for item in media):
-        if medium.path is not None:
-            yield medium.path
 
 
 def _number(value: object) -> int:
