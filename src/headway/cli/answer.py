@@ -38,7 +38,7 @@ def chat(
     image: Annotated[
         list[Path] | None, typer.Option(metavar="FILE", help="A picture shown with the first question. Repeatable.")
     ] = None,
-    system: Annotated[str | None, typer.Option(metavar="TEXT", help="What the model is told first.")] = None,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message.")] = None,
     max_new_tokens: opened.MaxNewTokensOption = 512,
     temperature: opened.TemperatureOption = 0.0,
     top_p: opened.TopPOption = None,
@@ -179,24 +179,27 @@ Asked = tuple["Prompt", str | None]
 @spread()
 def generate(
     model: opened.ModelArgument,
-    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="One question; give it here or --input.")] = None,
+    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="One question. Give --prompt or --input.")] = None,
     image: Annotated[
         list[Path] | None, typer.Option(metavar="FILE", help="A picture shown with --prompt. Repeatable.")
     ] = None,
     system: Annotated[
         str | None,
-        typer.Option(metavar="TEXT", help="What the model is told before every conversation that says none."),
+        typer.Option(metavar="TEXT", help="System message for conversations without one."),
     ] = None,
     source: Annotated[
         str | None,
         typer.Option(
             "--input",
             metavar="FILE",
-            help="Prompts: a .txt with one on each line, or a dataset as for training, whose last answers are gold.",
+            help=(
+                "Prompts: a .txt file with one prompt per line, or a dataset as for training, whose last answers are "
+                "gold."
+            ),
         ),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Where JSON lines go, one for each answer; stdout if not given.")
+        Path | None, typer.Option(metavar="FILE", help="File of JSON lines, one for each answer. Default: stdout.")
     ] = None,
     plain: Annotated[
         bool, typer.Option("--plain", help="Continue the text itself, without the model's chat template.")
@@ -206,7 +209,7 @@ def generate(
     top_p: opened.TopPOption = None,
     top_k: opened.TopKOption = None,
     seed: opened.SeedOption = 0,
-    batch: Annotated[int, typer.Option(metavar="N", min=1, help="Prompts that are answered together.")] = 8,
+    batch: Annotated[int, typer.Option(metavar="N", min=1, help="Number of prompts that are answered together.")] = 8,
     chat_template: ChatTemplateOption = None,
     *,
     opening: opened.OpenOptions,

@@ -46,14 +46,16 @@ LogArgument = Annotated[
 ]
 ModelOption = Annotated[
     str | None,
-    typer.Option(metavar="MODEL", help="What was trained; as for `headway flops`. Headway's own records need none."),
+    typer.Option(
+        metavar="MODEL", help=("Model that was trained, as for `headway flops`. Headway's own records need no model.")
+    ),
 ]
 SeqLenOption = Annotated[
     int | None,
     typer.Option(
         metavar="S",
         min=1,
-        help="Row length that the run was configured with [tokens]; searched for if not given.",
+        help="Row length that the run was configured with [tokens]. Default: Headway searches for the length.",
     ),
 ]
 MeanSegmentOption = Annotated[
@@ -66,12 +68,15 @@ MeanSegmentOption = Annotated[
     ),
 ]
 RanksOption = Annotated[
-    int | None, typer.Option(metavar="N", min=1, help="Devices of the job, where the log does not tell.")
+    int | None, typer.Option(metavar="N", min=1, help="Number of devices of the job, if the log does not say.")
 ]
 ResumedOption = Annotated[
     int | None,
     typer.Option(
-        "--resumed-at", metavar="STEP", min=0, help="trainer_state.json: step that the run went on from; 0 for none."
+        "--resumed-at",
+        metavar="STEP",
+        min=0,
+        help=("For a trainer_state.json: the step from which the run was resumed, or 0."),
     ),
 ]
 SkipOption = Annotated[int, typer.Option(metavar="N", min=0, help="Rows to leave out at the start (warm-up).")]

@@ -48,7 +48,7 @@ def compare(
     ranks: options.RanksOption = 1,
     convention: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="Show this convention beside `useful`, and no others. Repeatable."),
+        typer.Option(metavar="NAME", help="Show this convention alone beside `useful`. Repeatable."),
     ] = None,
     as_json: options.JsonOption = False,
 ) -> None:

@@ -49,7 +49,7 @@ def config(
     setting: Annotated[
         str | None, typer.Argument(metavar="[SETTING]", help="A section or setting, such as optim or data.train.")
     ] = None,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print them as docs/settings.md.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the settings as docs/settings.md.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Print every setting of `headway train` with its type, unit, default and meaning.

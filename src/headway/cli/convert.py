@@ -30,21 +30,26 @@ class Dtype(StrEnum):
 SourceArgument = Annotated[
     Path,
     typer.Argument(
-        metavar="RUN_OR_CHECKPOINT", help="A run folder, for its newest checkpoint, or one folder of its checkpoints/."
+        metavar="RUN_OR_CHECKPOINT",
+        help=("Run folder, which stands for its newest checkpoint, or one folder of its checkpoints/."),
     ),
 ]
 FolderArgument = Annotated[
     Path | None,
     typer.Argument(
         metavar="[FOLDER]",
-        help="Where the model goes; must not exist. Left out with --push-to-hub of a folder that was exported before.",
+        help=(
+            "Folder of the model. The folder must not exist. Leave FOLDER out if --push-to-hub sends a folder that "
+            "was exported before."
+        ),
     ),
 ]
-DtypeOption = Annotated[
-    Dtype | None, typer.Option(help="Floating-point type of the weights; that of training if not given.")
-]
+DtypeOption = Annotated[Dtype | None, typer.Option(help="Dtype of the weights. Default: the dtype of training.")]
 MergeOption = Annotated[
-    bool, typer.Option("--merge-lora", help="Low-rank adapters added into the weights, instead of a folder of them.")
+    bool,
+    typer.Option(
+        "--merge-lora", help=("Add low-rank adapters into the weights, instead of writing a folder of adapters.")
+    ),
 ]
 PushOption = Annotated[
     str | None,
@@ -54,10 +59,13 @@ PushOption = Annotated[
     ),
 ]
 PrivateOption = Annotated[
-    bool, typer.Option("--private", help="With --push-to-hub: a private repository; else as its owner's settings say.")
+    bool,
+    typer.Option(
+        "--private", help=("With --push-to-hub: make a private repository. Default: as the owner's settings say.")
+    ),
 ]
 UpdateOption = Annotated[
-    bool, typer.Option("--update", help="With --push-to-hub: one more commit to a repository that is there already.")
+    bool, typer.Option("--update", help="With --push-to-hub: add a commit to a repository that exists.")
 ]
 
 

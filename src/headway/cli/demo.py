@@ -46,21 +46,25 @@ WhatArgument = Annotated[
     str,
     typer.Argument(
         metavar="[read|data|...]",
-        help="read: a model learns to read digits. data: nothing is trained, but pictures of single digits are written "
-        "for a model of yours. A plug-in may bring others.",
+        help=(
+            "read trains a model that reads digits. data only writes pictures of single digits for a model of yours. "
+            "A plug-in may bring other demos."
+        ),
     ),
 ]
 FolderOption = Annotated[
     Path | None,
     typer.Option(
         metavar="DIR",
-        help="Where data, model folder and run go; made where it is missing. If not given: runs/digits for read, "
-        "digits for data, and runs/ with the demo's name for others.",
+        help=(
+            "Folder of data, model and run. Default: runs/digits for read, digits for data, and runs/NAME for other "
+            "demos."
+        ),
         show_default=False,
     ),
 ]
 StepsOption = Annotated[
-    int | None, typer.Option(metavar="N", min=1, help="Optimizer steps [steps]; the recipe's own number if not given.")
+    int | None, typer.Option(metavar="N", min=1, help="Optimizer steps [steps]. Default: the recipe's number.")
 ]
 
 

@@ -214,17 +214,26 @@ _KINDS = ("cpu", "cuda", "mps")
 def ceiling(
     device: Annotated[
         str | None,
-        typer.Option(metavar="cpu|cuda|mps", help="What to measure, cuda:1 for a second card; the accelerator if any."),
+        typer.Option(
+            metavar="cpu|cuda|mps",
+            help=("Device to measure, such as cuda:1. Default: the accelerator, or else the CPU."),
+        ),
     ] = None,
     dtype: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="bf16, fp16, fp32, on CUDA tf32, fp8, int8; all that it has. Repeatable."),
+        typer.Option(
+            metavar="NAME",
+            help=(
+                "Dtype to measure: bf16, fp16, fp32, and on CUDA tf32, fp8, int8. Default: all dtypes of the device. "
+                "Repeatable."
+            ),
+        ),
     ] = None,
     model: Annotated[
         str | None,
         typer.Option(metavar="MODEL", help="Measure at this model's own sizes instead, for `headway plan` to use."),
     ] = None,
-    refresh: Annotated[bool, typer.Option("--refresh", help="Measure again, whatever is in the cache.")] = False,
+    refresh: Annotated[bool, typer.Option("--refresh", help="Measure again, although the cache has a result.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Measure the best rate of matrix products [FLOP/s] and of copies [byte/s] on this device, over several shapes.

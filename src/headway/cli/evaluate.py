@@ -30,18 +30,21 @@ def evaluate(
     data: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[DATA]...", help="Files, folders, globs or URLs of datasets; a run's own data.eval else."
+            metavar="[DATA]...", help="Files, folders, globs or URLs of datasets. Default: the run's data.eval."
         ),
     ] = None,
     packing_length: Annotated[
         int | None,
-        typer.Option(metavar="L", min=1, help="Token budget of a pack [tokens]; the run's, or 8192, if not given."),
+        typer.Option(metavar="L", min=1, help="Token budget of a pack [tokens]. Default: the run's budget, or 8192."),
     ] = None,
     max_samples: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Only the first so many of each dataset [samples].")
+        int | None, typer.Option(metavar="N", min=1, help="Evaluate only the first samples of each dataset [samples].")
     ] = None,
     generate: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Write out the answers to so many chats of each [samples].")
+        int | None,
+        typer.Option(
+            metavar="N", min=1, help=("Write out the answers to this number of chats of each dataset [samples].")
+        ),
     ] = None,
     max_new_tokens: opened.MaxNewTokensOption = 64,
     chat_template: ChatTemplateOption = None,

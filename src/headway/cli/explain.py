@@ -35,29 +35,35 @@ def explain(
     step: Annotated[
         int | None,
         typer.Option(
-            metavar="N", help="Only this step, by the number in ProfilerStep#N; all that are whole if not given."
+            metavar="N", help="Show only this step, by the number in ProfilerStep#N. Default: all complete steps."
         ),
     ] = None,
     rank: Annotated[
-        int | None, typer.Option(metavar="R", help="Only this rank; the others still tell how long it waits.")
+        int | None,
+        typer.Option(
+            metavar="R",
+            help=("Show only this rank. Traces of other ranks still give the time for which this rank waits."),
+        ),
     ] = None,
     by: Annotated[
         _Rows | None,
         typer.Option(
-            help="Add the step's time by component, module or kernel, that of attention by pack and layer, or that of "
-            "matrix products by size (gemm).",
+            help=(
+                "Add a table of time by component, module or kernel, of attention by pack and layer, or of matrix "
+                "products by size (gemm)."
+            ),
             show_default=False,
         ),
     ] = None,
     compares: Annotated[
-        bool, typer.Option("--compare", help="Compare the two, line by line, whatever ranks they are of.")
+        bool, typer.Option("--compare", help="Compare two traces line by line, even if their ranks differ.")
     ] = False,
     whole: Annotated[bool, typer.Option("--whole", help="Take the whole trace as one step.")] = False,
     model: Annotated[
         str | None,
         typer.Option(
             metavar="MODEL",
-            help="What was trained, where the trace does not say: as for `headway flops`, with the workload below.",
+            help="Model that was trained, if the trace does not say: as for `headway flops`, with the workload below.",
         ),
     ] = None,
     *,

@@ -44,15 +44,17 @@ def flops(
         bool, typer.Option("--forward-only", help="Count the forward pass alone: evaluation, prefill, decoding.")
     ] = False,
     convention: Annotated[
-        str, typer.Option(metavar="NAME", help="Rule for what is counted; docs/conventions.md lists them.")
+        str, typer.Option(metavar="NAME", help="Rule of counting. docs/conventions.md lists the rules.")
     ] = "useful/1",
     seq_len: Annotated[
         int | None,
         typer.Option(
             metavar="S",
             min=1,
-            help="Instead of --segments: one sample of this length [tokens]. With them: the row length that the tool "
-            "of --convention is configured with; one row of all slots if not given.",
+            help=(
+                "One sample of this length, instead of --segments [tokens]. With --segments: the row length of the "
+                "tool of --convention. Default: one row of all slots."
+            ),
         ),
     ] = None,
     by: Annotated[

@@ -37,32 +37,43 @@ _SHOWN_BAD = 5
 def index(
     data: Annotated[list[str], typer.Argument(metavar="DATA...", help="Files, folders, globs or URLs of datasets.")],
     model: Annotated[
-        str, typer.Option("--model", metavar="M", help="Whose tokenizer and processor measure: a folder or a Hub id.")
+        str,
+        typer.Option(
+            "--model", metavar="M", help=("Model whose tokenizer and processor measure: a folder or a Hub id.")
+        ),
     ],
     schema: Annotated[
-        str, typer.Option(metavar="NAME", help="Form of the rows; told from each row's columns if not given.")
+        str, typer.Option(metavar="NAME", help="Layout of the rows. Default: recognised by each row's columns.")
     ] = "auto",
     column: ColumnOption = None,
     root: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Folder or URL that media paths start from; each file's own else.")
+        str | None,
+        typer.Option(
+            metavar="DIR", help=("Folder or URL that media paths start from. Default: each file's own folder.")
+        ),
     ] = None,
     allow_remote: Annotated[bool, typer.Option("--allow-remote", help="Let rows name media on the web.")] = False,
     on_bad: Annotated[
-        str, typer.Option(metavar="error|skip", help="What a row that cannot be used does: it stops, or is counted.")
+        str,
+        typer.Option(
+            metavar="error|skip", help=("Treatment of rows that cannot be used: error stops, skip counts them.")
+        ),
     ] = "error",
     quarantine: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="With --on-bad skip: write file, row and reason of each there.")
+        Path | None,
+        typer.Option(metavar="FILE", help=("With --on-bad skip: file for the list of bad rows with their reasons.")),
     ] = None,
     workers: Annotated[
         int | None,
-        typer.Option(metavar="N", max=1024, help="Worker processes; 0 for none, one per usable core if not given."),
+        typer.Option(metavar="N", max=1024, help="Number of worker processes. Default: one per usable core."),
     ] = None,
     cache: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Folder of all indices; `index` in $HEADWAY_CACHE if not given."),
+        typer.Option(metavar="DIR", help="Folder of all indices. Default: `index` in $HEADWAY_CACHE."),
     ] = None,
     refresh: Annotated[
-        bool, typer.Option("--refresh", help="Measure anew, as after images were replaced under the same names.")
+        bool,
+        typer.Option("--refresh", help=("Measure again, for example after you replaced images under the same names.")),
     ] = False,
     max_characters: MaxCharactersOption = None,
     chat_template: ChatTemplateOption = None,

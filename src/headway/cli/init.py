@@ -22,16 +22,17 @@ if TYPE_CHECKING:
     from headway.data.processor_settings import ProcessorSettings
 
 ModelOption = Annotated[
-    str, typer.Option("--model", metavar="M", help="What is trained: a model folder, config.json or Hub id.")
+    str, typer.Option("--model", metavar="M", help="Model to train: a model folder, config.json or Hub id.")
 ]
 DataOption = Annotated[
-    list[str], typer.Option("--data", metavar="D", help="File, folder, glob or URL of samples. Repeatable: a mixture.")
+    list[str],
+    typer.Option("--data", metavar="D", help=("File, folder, glob or URL of samples. Repeatable for a mixture.")),
 ]
 DeviceOption = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="Device whose memory it must fit, as `headway devices` names it: H100, 4090.",
+        help="Device whose memory the run must fit, as `headway devices` names it: H100, 4090.",
         autocompletion=devices_from,
     ),
 ]
@@ -44,7 +45,7 @@ EvalOption = Annotated[
     ),
 ]
 OutputOption = Annotated[
-    Path, typer.Option("-o", "--output", metavar="FILE", help="The YAML file to write; must not be there yet.")
+    Path, typer.Option("-o", "--output", metavar="FILE", help="YAML file to write. The file must not exist yet.")
 ]
 
 

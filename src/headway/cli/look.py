@@ -42,34 +42,41 @@ def look(
     ],
     model: Annotated[
         str | None,
-        typer.Option("--model", metavar="M", help="Whose tokenizer and processor encode; a CONFIG names its own."),
+        typer.Option(
+            "--model", metavar="M", help=("Model whose tokenizer and processor encode. A CONFIG names its own model.")
+        ),
     ] = None,
     number: Annotated[
-        int, typer.Option("-n", "--samples", metavar="N", min=0, help="Samples of each dataset that are shown.")
+        int, typer.Option("-n", "--samples", metavar="N", min=0, help="Number of samples to show from each dataset.")
     ] = 3,
     start: Annotated[int, typer.Option(metavar="K", min=1, help="The first sample shown, counted from 1.")] = 1,
     packing_length: Annotated[
         int | None, typer.Option(metavar="L", min=1, help="Show packs of this token budget too [tokens].")
     ] = None,
     packs: Annotated[
-        int | None, typer.Option(metavar="P", min=0, help="Packs that are shown, of whole steps; 4 if not given.")
+        int | None, typer.Option(metavar="P", min=0, help="Number of packs to show, in whole steps. Default: 4.")
     ] = None,
     ranks: Annotated[
-        int | None, typer.Option(metavar="R", min=1, help="Data-parallel ranks that share a step; 1 if not given.")
+        int | None,
+        typer.Option(metavar="R", min=1, help=("Number of data-parallel ranks that share a step. Default: 1.")),
     ] = None,
     overlong: Annotated[
         str | None,
         typer.Option(
             metavar="POLICY",
-            help="Samples that exceed a pack: error, drop, truncate or split; drop if not given.",
+            help="Treatment of samples that exceed a pack: error, drop, truncate or split. Default: drop.",
         ),
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(metavar="S", help="Of the order of the samples and of the packs; 0 if not given.")
+        int | None, typer.Option(metavar="S", help="Seed of the order of samples and packs. Default: 0.")
     ] = None,
     tokens: Annotated[
         int | None,
-        typer.Option(metavar="T", min=8, help="Tokens of a sample that are printed, its beginning and end; 400."),
+        typer.Option(
+            metavar="T",
+            min=8,
+            help=("Number of tokens to print from the beginning and the end of a sample. Default: 400."),
+        ),
     ] = None,
     column: options.ColumnOption = None,
     max_characters: options.MaxCharactersOption = None,

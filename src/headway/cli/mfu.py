@@ -18,7 +18,7 @@ _SECONDS_PER_DAY = 86400
 
 ModelArgument = Annotated[
     str | None,
-    typer.Argument(metavar="[MODEL]", help="What is trained, as for `headway flops`."),
+    typer.Argument(metavar="[MODEL]", help="Model to train, as for `headway flops`."),
 ]
 
 
@@ -37,7 +37,7 @@ def mfu(
     ] = None,
     tokens_per_step: Annotated[
         float | None,
-        typer.Option(metavar="N", help="Real tokens of a step, all chips; those of --segments otherwise."),
+        typer.Option(metavar="N", help="Real tokens of a step, on all chips. Default: the tokens of --segments."),
     ] = None,
     step_time: Annotated[float | None, typer.Option(metavar="S", help="Measured time of a step [s].")] = None,
     tokens_per_s: Annotated[float | None, typer.Option(metavar="R", help="Tokens per second of all chips.")] = None,

@@ -60,15 +60,19 @@ LikeOption = Annotated[
     str | None,
     typer.Option(
         metavar="TYPE",
-        help="Whose structure it has: a model_type of transformers, such as qwen3 or qwen3-vl. If not given, qwen3-vl "
-        "where the data have pictures or videos, qwen2-audio where they have sounds, else qwen3.",
+        help=(
+            "Structure of the model: a model_type of transformers, such as qwen3 or qwen3-vl. Default: qwen3-vl for "
+            "data with pictures or videos, qwen2-audio for data with sounds, qwen3 otherwise."
+        ),
     ),
 ]
-SizeOption = Annotated[str, typer.Option(metavar="N", help="Parameters, about: 1M, 30M, 0.5B.")]
+SizeOption = Annotated[
+    str, typer.Option(metavar="N", help=("Approximate number of parameters, such as 1M, 30M or 0.5B."))
+]
 VocabOption = Annotated[
     int, typer.Option("--vocab", metavar="N", min=_LEAST_VOCABULARY, help="Most entries of the vocabulary [tokens].")
 ]
-SeedOption = Annotated[int, typer.Option(metavar="S", min=0, help="Of the weights.")]
+SeedOption = Annotated[int, typer.Option(metavar="S", min=0, help="Seed of the weights.")]
 
 
 def new_model(

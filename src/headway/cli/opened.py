@@ -36,31 +36,39 @@ ModelArgument = Annotated[
         "that is newer), or a Hub id OWNER/MODEL.",
     ),
 ]
-MaxNewTokensOption = Annotated[
-    int, typer.Option(metavar="N", min=1, help="An answer that has not ended by then is cut [tokens].")
-]
+MaxNewTokensOption = Annotated[int, typer.Option(metavar="N", min=1, help="Longest answer [tokens].")]
 TemperatureOption = Annotated[
-    float, typer.Option(metavar="X", min=0, help="0 takes the most likely token every time; 0.7 is a usual draw.")
+    float,
+    typer.Option(
+        metavar="X", min=0, help=("Temperature of sampling, usually 0.7. 0 takes the most likely token every time.")
+    ),
 ]
 TopPOption = Annotated[
     float | None,
-    typer.Option("--top-p", metavar="P", help="Draw among tokens that together have this probability."),
+    typer.Option(
+        "--top-p", metavar="P", help=("Sample among the most likely tokens that together have this probability.")
+    ),
 ]
 TopKOption = Annotated[
-    int | None, typer.Option("--top-k", metavar="K", min=1, help="Draw among so many of the most likely tokens.")
+    int | None, typer.Option("--top-k", metavar="K", min=1, help="Sample among this number of the most likely tokens.")
 ]
-SeedOption = Annotated[int, typer.Option(metavar="S", min=0, help="Of the draws; the same seed, the same answers.")]
+SeedOption = Annotated[
+    int, typer.Option(metavar="S", min=0, help=("Seed of sampling. The same seed gives the same answers."))
+]
 
 
 BestOption = Annotated[
     bool,
-    typer.Option("--best", help="Of a run: the checkpoint after its best evaluation, kept by checkpoint.keep_best."),
+    typer.Option("--best", help="Use a run's checkpoint of its best evaluation (checkpoint.keep_best)."),
 ]
 EmaOption = Annotated[
     bool | None,
     typer.Option(
         "--ema/--no-ema",
-        help="The weights' moving average (optim.ema), or the last weights; those that were judged if not given.",
+        help=(
+            "Use the moving average of the weights (optim.ema), or the last weights. Default: the weights that "
+            "evaluations used."
+        ),
         show_default=False,
     ),
 ]
@@ -72,17 +80,16 @@ class OpenOptions:
 
     base: Annotated[
         str | None,
-        typer.Option(
-            metavar="MODEL", help="The model that adapters belong to, if it is elsewhere than their folder says."
-        ),
+        typer.Option(metavar="MODEL", help="Base model of the adapters, if the base has moved."),
     ] = None
     best: BestOption = False
     ema: EmaOption = None
-    device: Annotated[str, typer.Option(metavar="NAME", help="auto, cpu, cuda or cuda:N; auto is CUDA if any.")] = (
-        "auto"
-    )
+    device: Annotated[
+        str,
+        typer.Option(metavar="NAME", help=("Device: auto, cpu, cuda or cuda:N. auto means CUDA if there is a GPU.")),
+    ] = "auto"
     dtype: Annotated[
-        WeightDtype, typer.Option(help="Type of the weights; auto is bfloat16 on CUDA and float32 on a CPU.")
+        WeightDtype, typer.Option(help="Dtype of the weights. auto means bfloat16 on CUDA and float32 on a CPU.")
     ] = WeightDtype.auto
 
 

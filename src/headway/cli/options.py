@@ -128,7 +128,7 @@ ModelArgument = Annotated[
 ColumnOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--column", metavar="NAME=THEIRS", help="What the dataset calls a column, as question=Frage. Repeatable."
+        "--column", metavar="NAME=THEIRS", help="Name of a column in the dataset, such as question=Frage. Repeatable."
     ),
 ]
 
@@ -151,7 +151,7 @@ SeqLenOption = Annotated[
     typer.Option(
         metavar="S",
         min=1,
-        help="Row length that a tool is configured with [tokens]; one row of all slots per rank if not given.",
+        help="Row length that a tool is configured with [tokens]. Default: one row of all slots per rank.",
     ),
 ]
 
@@ -175,9 +175,11 @@ RecomputeOption = Annotated[
     str,
     typer.Option(
         metavar="none|full|CHOICE",
-        help="Activation checkpointing: what runs forward twice, counted apart, never in the total. A choice joins "
-        "reentrant, every:N, patterns of blocks (model.layers.*) and parts (mlp, -attention), such as full,-attention, "
-        "which keeps what attention computed; see docs/counting.md.",
+        help=(
+            "Activation checkpointing: parts that run forward twice. Their FLOPs are counted separately, never in the "
+            "total. A choice joins reentrant, every:N, patterns of blocks (model.layers.*) and parts (mlp, "
+            "-attention), such as full,-attention. See docs/counting.md."
+        ),
     ),
 ]
 
@@ -186,7 +188,7 @@ ChatTemplateOption = Annotated[
     typer.Option(
         "--chat-template",
         metavar="FILE",
-        help="Jinja chat template in place of the model's own, as model.chat_template of the run.",
+        help="Jinja chat template that replaces the model's own, as the setting model.chat_template.",
     ),
 ]
 
@@ -195,8 +197,7 @@ MediaOption = Annotated[
     typer.Option(
         "--media",
         metavar="SETTING=N",
-        help="Bound on what is read of images and videos, as max_pixels=1003520 or fps=1 in the data section of the "
-        "run. Repeatable.",
+        help="Setting of images and videos, such as max_pixels=1003520 or fps=1, as in the section data. Repeatable.",
     ),
 ]
 
@@ -229,7 +230,7 @@ MaxCharactersOption = Annotated[
         "--max-characters",
         metavar="N",
         min=1,
-        help="Longest text of DATA [characters], as data.max_characters of the run; 5000000 if not given.",
+        help="Longest text of DATA [characters], as the setting data.max_characters. Default: 5000000.",
     ),
 ]
 
@@ -249,8 +250,10 @@ DtypeOption = Annotated[
     typer.Option(
         "--dtype",
         metavar="NAME",
-        help="What the matrix products run in, whose peak --device has: bf16 if not given, fp8, fp16, ...; several by "
-        "their shares of the FLOPs, as fp8:0.7,bf16:0.3.",
+        help=(
+            "Dtype of the matrix products, which chooses the peak of --device: bf16 (the default), fp8, fp16, ... "
+            "Several dtypes take their shares of the FLOPs, such as fp8:0.7,bf16:0.3."
+        ),
     ),
 ]
 

@@ -54,25 +54,32 @@ def pack(
     ] = None,
     patches: Annotated[
         int | None,
-        typer.Option(metavar="P", min=0, help="Vision patch budget of a pack [patches]; none if not given."),
+        typer.Option(metavar="P", min=0, help="Vision patch budget of a pack [patches]. Default: none."),
     ] = None,
     items: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Samples that a pack holds at most; no limit if not given.")
+        int | None, typer.Option(metavar="N", min=1, help="Most samples in a pack. Default: no limit.")
     ] = None,
     ranks: Annotated[int, typer.Option(metavar="R", min=1, help="Data-parallel ranks that share a step.")] = 1,
     accumulation: Annotated[int, typer.Option(metavar="A", min=1, help="Packs of each rank in a step.")] = 1,
     strategy: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME", help="balanced, best_fit, first_fit, next_fit or none. Repeatable; all if not given."
+            metavar="NAME", help="Strategy: balanced, best_fit, first_fit, next_fit or none. Repeatable. Default: all."
         ),
     ] = None,
     overlong: Annotated[
-        str, typer.Option(metavar="POLICY", help="Samples that exceed a pack: error, drop, truncate or split.")
+        str,
+        typer.Option(
+            metavar="POLICY", help=("Treatment of samples that exceed a pack: error, drop, truncate or split.")
+        ),
     ] = "error",
     window: Annotated[
         int | None,
-        typer.Option(metavar="W", min=1, help="Samples packed together; 131072, or 16 steps' worth if not given."),
+        typer.Option(
+            metavar="W",
+            min=1,
+            help=("Number of samples planned together. Default: 131072, or the samples of 16 steps."),
+        ),
     ] = None,
     balance: Annotated[
         float | None,
@@ -80,10 +87,13 @@ def pack(
             metavar="X",
             min=0,
             max=1,
-            help="mean / max FLOPs over ranks that `balanced` sorts for, 0.986 if not given; less mixes better.",
+            help=(
+                "Balance (mean / max FLOPs over ranks) that `balanced` aims at. A smaller value mixes better. "
+                "Default: 0.986."
+            ),
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(metavar="S", help="Of the shuffle and of the plan.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="S", help="Seed of the shuffle and of the plan.")] = 0,
     column: options.ColumnOption = None,
     max_characters: options.MaxCharactersOption = None,
     media: options.MediaOption = None,

@@ -47,7 +47,7 @@ class SizeOptions:
 
     scale: Annotated[
         str | None,
-        typer.Option(metavar="N,N,...", help="How the step grows with devices: plans packs of all ranks at each size."),
+        typer.Option(metavar="N,N,...", help="Numbers of devices to plan, to see how the step grows."),
     ] = None
     mtbf: Annotated[
         float | None,
@@ -79,13 +79,15 @@ class OfferOptions:
     within: Annotated[
         float | None,
         typer.Option(
-            metavar="TIME", help="Time that the run may take, such as 7d: how many devices is looked for [days]."
+            metavar="TIME",
+            help=("Time that the run may take, such as 7d [days]. Headway then looks for the number of devices."),
         ),
     ] = None
     price_list: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Prices of device-hours, as H100: 2.5 (YAML, JSON, CSV): devices side by side."
+            metavar="FILE",
+            help=("File of prices of device-hours, such as H100: 2.5 (YAML, JSON, CSV), to compare devices."),
         ),
     ] = None
 
@@ -107,7 +109,7 @@ def plan(
         list[str],
         typer.Argument(
             metavar="RECIPE|MODEL...",
-            help="A training configuration, or a model; several are planned alike and shown side by side.",
+            help="Training configuration or model. Several are shown side by side.",
             autocompletion=models_from,
         ),
     ],
@@ -120,7 +122,8 @@ def plan(
         ),
     ] = None,
     devices: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Devices, a process each; plan.devices if not given.")
+        int | None,
+        typer.Option(metavar="N", min=1, help=("Number of devices, with one process each. Default: plan.devices.")),
     ] = None,
     *,
     length: RunLength,
@@ -131,13 +134,13 @@ def plan(
     tokens_per_sample: Annotated[
         int | None,
         typer.Option(
-            metavar="N", min=1, help="Instead of --segments: text of each sample, its pictures besides [tokens]."
+            metavar="N", min=1, help="Text of each sample without its pictures, instead of --segments [tokens]."
         ),
     ] = None,
     work: WorkloadOptions,
     lengths: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Measured lengths, CSV or Parquet; plan.lengths or plan.mix if not given."),
+        typer.Option(metavar="FILE", help="Measured lengths, as CSV or Parquet. Default: plan.lengths or plan.mix."),
     ] = None,
     data: Annotated[
         list[str] | None,

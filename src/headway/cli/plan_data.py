@@ -34,18 +34,18 @@ class RunLength:
     """Length of a run, as one of three options says."""
 
     tokens: Annotated[
-        float | None, typer.Option(metavar="T", min=1, help="Tokens to train on, such as 2e9; for time and cost.")
+        float | None, typer.Option(metavar="T", min=1, help="Tokens to train on, such as 2e9, for time and cost.")
     ] = None
     epochs: Annotated[
         float | None,
-        typer.Option(metavar="E", min=0, help="Instead of --tokens: how often --data, --lengths or --samples play."),
+        typer.Option(metavar="E", min=0, help="Passes over --data, --lengths or --samples, instead of --tokens."),
     ] = None
     samples: Annotated[
         int | None,
         typer.Option(
             metavar="N",
             min=1,
-            help="Instead of --tokens: samples to train on, as --segments or plan.mix describe them.",
+            help="Samples to train on, instead of --tokens. --segments or plan.mix describe a sample.",
         ),
     ] = None
 

@@ -11,7 +11,7 @@ from headway.errors import LogError
 from headway.log.run_files import run_copy
 
 CheckedRunArgument = Annotated[
-    Path, typer.Argument(metavar="RUN", help="Folder of a run of headway train, ended or not.")
+    Path, typer.Argument(metavar="RUN", help="Run folder of headway train. The run may be going on.")
 ]
 OtherArgument = Annotated[
     Path | None,

@@ -28,7 +28,7 @@ def report(
         ),
     ],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="The page; report.html if not given.")
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="File of the page. Default: report.html.")
     ] = None,
     markdown: Annotated[bool, typer.Option("--md", help="Print Markdown instead, for an issue.")] = False,
     open_it: Annotated[bool, typer.Option("--open", help="Show the page in the browser.")] = False,
@@ -36,16 +36,19 @@ def report(
         list[str] | None,
         typer.Option(
             metavar="CHANGE",
-            help="Of two runs: exit with 1, and say why, if the second is worse by more than this and than its steps "
-            "vary, as 'mfu<-5%' or 'step>5%'; also tokens/s and memory. Repeatable.",
+            help=(
+                "Exit with 1 and say why if the second of two runs is worse by more than this, such as 'mfu<-5%', "
+                "'step>5%', 'tokens/s<-5%' or 'memory>10%'. Changes within the scatter of the steps do not count. "
+                "Repeatable."
+            ),
         ),
     ] = None,
     live: Annotated[
-        bool, typer.Option("--serve", help="Show the run while it goes on, at an address of this machine.")
+        bool, typer.Option("--serve", help="Show a run that is going on, at an address of this machine.")
     ] = False,
     port: Annotated[
         int | None,
-        typer.Option(metavar="P", min=0, max=65535, help="Port of --serve; 8484 if not given, 0 for any free one."),
+        typer.Option(metavar="P", min=0, max=65535, help="Port of --serve; 0 takes any free port. Default: 8484."),
     ] = None,
 ) -> None:
     """Write the page of a run as one HTML file that asks nothing of the network, and print its first screen.

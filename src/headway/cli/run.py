@@ -29,23 +29,25 @@ if TYPE_CHECKING:
 def run(
     program: Annotated[
         list[str],
-        typer.Argument(
-            metavar="SCRIPT [ARGS]...", help="The script, and its arguments as they are.", show_default=False
-        ),
+        typer.Argument(metavar="SCRIPT [ARGS]...", help="The script and its arguments.", show_default=False),
     ],
     is_module: Annotated[
         bool, typer.Option("-m", help="SCRIPT is the name of a module, as for python -m.", show_default=False)
     ] = False,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="FOLDER", help="Folder of the run; runs/SCRIPT-TIME if not given."),
+        typer.Option("--output", "-o", metavar="FOLDER", help="Folder of the run. Default: runs/SCRIPT-TIME."),
     ] = None,
     profile: Annotated[
         bool, typer.Option("--profile", help="Record three steps for `headway explain`.", show_default=False)
     ] = False,
     log_to: Annotated[
         list[str] | None,
-        typer.Option("--log-to", metavar="PLACE", help="Where records go too: tensorboard:FOLDER, wandb:PROJECT, ..."),
+        typer.Option(
+            "--log-to",
+            metavar="PLACE",
+            help=("Tracker that gets the records too: tensorboard:FOLDER, wandb:PROJECT, ..."),
+        ),
     ] = None,
 ) -> None:
     """Run a training script as Python would, and meter what it trains; no line of it changes.

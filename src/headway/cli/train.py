@@ -25,15 +25,16 @@ INTERRUPTED = 130
 ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file; recipes/ has some to start from.")]
 ResumeOption = Annotated[
     bool,
-    typer.Option(
-        "--resume", help="Continue the run in run.folder from its newest checkpoint, exactly as if never stopped."
-    ),
+    typer.Option("--resume", help="Continue the run in run.folder from its newest checkpoint, to the same losses."),
 ]
 ResumeIfAnyOption = Annotated[
     bool,
     typer.Option(
         "--resume-if-any",
-        help="As --resume if run.folder holds a run, or else start one: for torchrun --max-restarts and requeued jobs.",
+        help=(
+            "Continue the run in run.folder, or start a run if there is none, for torchrun --max-restarts and "
+            "requeued jobs."
+        ),
     ),
 ]
 
@@ -47,13 +48,15 @@ DryRunOption = Annotated[
 ]
 DevicesOption = Annotated[
     int | None,
-    typer.Option(metavar="N", min=1, help="With --dry-run: devices, a process each; plan.devices if not given."),
+    typer.Option(
+        metavar="N", min=1, help=("With --dry-run: number of devices, with one process each. Default: plan.devices.")
+    ),
 ]
 DeviceOption = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="With --dry-run: a device that `headway devices` lists; plan.device if not given.",
+        help="With --dry-run: device that `headway devices` lists. Default: plan.device.",
         autocompletion=devices_from,
     ),
 ]
@@ -61,8 +64,10 @@ ScaleDownOption = Annotated[
     bool,
     typer.Option(
         "--scale-down",
-        help="Shrink the model's depth and width, packs and steps, make up samples of the same kind, and train on them "
-        "through the same code: about a minute on a laptop. --set goes on top of what was shrunk.",
+        help=(
+            "Train a small model with the same code for about a minute on a laptop: fewer layers, smaller packs, "
+            "fewer steps, made-up samples. --set changes the shrunk settings."
+        ),
     ),
 ]
 SmokeOption = Annotated[
@@ -70,8 +75,7 @@ SmokeOption = Annotated[
     typer.Option(
         metavar="N",
         min=1,
-        help="Take N steps of the run to see that all of it works, warm-up and cadences adapted, in a run folder of "
-        "its own that ends in -smoke.",
+        help="Take N steps of the run, with one evaluation and one checkpoint, in a run folder that ends in -smoke.",
     ),
 ]
 

@@ -41,25 +41,28 @@ def tune(
         str,
         typer.Argument(
             metavar="RECIPE|MODEL",
-            help="A training configuration, or a model, as `headway plan` takes.",
+            help="Training configuration or model, as for `headway plan`.",
             autocompletion=models_from,
         ),
     ],
     settings: SetOption = None,
     devices: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Devices, a process each; plan.devices if not given.")
+        int | None,
+        typer.Option(metavar="N", min=1, help=("Number of devices, with one process each. Default: plan.devices.")),
     ] = None,
     device: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="A device that `headway devices` lists; plan.device if not given.",
+            help="Device that `headway devices` lists. Default: plan.device.",
             autocompletion=devices_from,
         ),
     ] = None,
     lengths: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Lengths of the samples, as `headway pack` reads; plan's if not given."),
+        typer.Option(
+            metavar="FILE", help=("Lengths of the samples, as for `headway pack`. Default: those of the section plan.")
+        ),
     ] = None,
     data: Annotated[
         list[str] | None,
@@ -72,12 +75,15 @@ def tune(
     length: RunLength,
     memory: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="What a run may hold on each device, as 70GiB; 90 % of it if not given."),
+        typer.Option(
+            metavar="SIZE",
+            help=("Memory that a run may use on each device, such as 70GiB. Default: 90 % of the device's memory."),
+        ),
     ] = None,
     tokens_per_step: Annotated[
         str | None,
         typer.Option(
-            metavar="N+-P%", help="Tokens of a step, as '2M +-5%'; as many as the recipe's packs hold if not given."
+            metavar="N+-P%", help="Tokens of a step, such as '2M +-5%'. Default: the tokens of the recipe's packs."
         ),
     ] = None,
     meshes: Annotated[
@@ -87,13 +93,17 @@ def tune(
             help="Vary sharding, replication, sequence and expert degree too.",
         ),
     ] = False,
-    top: Annotated[int, typer.Option(metavar="N", min=1, help="Choices that are shown.")] = _SHOWN,
+    top: Annotated[int, typer.Option(metavar="N", min=1, help="Number of choices to show.")] = _SHOWN,
     write: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the best as a recipe that extends RECIPE.")
     ] = None,
     measure: Annotated[
         int | None,
-        typer.Option(metavar="K", min=1, help="Run the best K here for some steps, and rank again by what was seen."),
+        typer.Option(
+            metavar="K",
+            min=1,
+            help=("Run the best K choices here for some steps, and rank again by their measured times."),
+        ),
     ] = None,
     steps: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Steps of a measured run, after two that warm up [steps].")

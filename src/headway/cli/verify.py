@@ -19,10 +19,8 @@ if TYPE_CHECKING:
 
 def verify(
     model: options.ModelArgument,
-    layers: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Layers to keep in each tower; every layer kept is a real one.")
-    ] = 2,
-    device: Annotated[str, typer.Option(metavar="cpu|cuda", help="Where the real step runs.")] = "cpu",
+    layers: Annotated[int, typer.Option(min=1, metavar="N", help="Number of layers to keep in each tower.")] = 2,
+    device: Annotated[str, typer.Option(metavar="cpu|cuda", help="Device of the real step.")] = "cpu",
     as_json: options.JsonOption = False,
 ) -> None:
     """Run one small real step, with random weights, and compare each module's FLOPs with PyTorch's FlopCounterMode.

@@ -58,23 +58,27 @@ class WorkloadOptions:
         str | None,
         typer.Option(
             metavar="L*N,L,...",
-            help="Cached tokens before each segment, with --forward-only [tokens]; a decode step of 64 sequences is "
-            "--segments 1*64 --past 4096*64.",
+            help=(
+                "Cached tokens before each segment, with --forward-only [tokens]. A decode step of 64 sequences is "
+                "--segments 1*64 --past 4096*64."
+            ),
         ),
         parse_segments,
     ] = None
     slots: Annotated[
         int | None,
         typer.Option(
-            metavar="N", help="Token slots computed, padding included [tokens]; the sum of the segments if not given."
+            metavar="N", help="Token slots computed, padding included [tokens]. Default: the sum of the segments."
         ),
     ] = None
     splits: Annotated[
         str | None,
         typer.Option(
             metavar="MODE:N,...;...",
-            help="Who sees whom, in place of --segments: runs of tokens that are causal, full, noise or a branch, `;` "
-            "between segments, as causal:102,noise:4098;full:4902,causal:302; (...)*N repeats a segment.",
+            help=(
+                "Attention within segments, instead of --segments: runs of causal, full, noise or branch tokens, with "
+                "`;` between segments, such as causal:102,noise:4098;full:4902,causal:302. (...)*N repeats a segment."
+            ),
         ),
         parse_splits,
     ] = None
@@ -83,7 +87,7 @@ class WorkloadOptions:
         typer.Option(
             metavar="N",
             min=0,
-            help="Labelled tokens, on which alone some models run their head; causal ones if not given.",
+            help="Labelled tokens, for models that run their head on these alone. Default: the causal tokens.",
         ),
     ] = None
     logits: Annotated[
@@ -91,7 +95,7 @@ class WorkloadOptions:
         typer.Option(
             metavar="N",
             min=0,
-            help="Tokens that the head runs on, such as the last of each prompt that is answered; all if not given.",
+            help="Tokens that the head runs on, such as the last token of each prompt. Default: all.",
         ),
     ] = None
 
