@@ -23,7 +23,8 @@ from torch.nn import functional as F
 from transformers import AutoConfig
 
 from engine_memory import DIVIDED, Memory, fitting, fullest_recompute, predicted_memory
-from engine_setups import SETUPS, Setup
+from engine_setups import Setup, setup_named
+from engine_train import measure_run
 from headway.conventions import Step, architecture, get_convention
 from headway.count import CostModel, Workload
 from headway.count.models import presets
@@ -41,6 +42,7 @@ from headway.predict.fitting import room_in
 from headway.tracing import trace
 from headway.train.build import build_trained
 from record import environment
+from step_clock import OneAhead
 
 OTHERS = ("lmms-engine", "torchtitan", "torchtitan-2025-12-vlm")  # what these would have printed for the same run
 STEADY = 0.03  # change of the rate from one warm-up step to the next below which warm-up ends
@@ -70,6 +72,7 @@ class Case:
         rows: of the plain loop's batch.
         attention: of the plain loop.
         weight: of the time that is shared out among the cases that are left.
+        is_run: whether `headway train` itself runs, with its feed.
     """
 
     name: str
@@ -81,6 +84,7 @@ class Case:
     rows: int = 0
     attention: str = ""
     weight: float = 1.0
+    is_run: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,7 @@ class Conditions:
         tokens_per_pack: as `data.tokens_per_pack`; None for the recipe's own [tokens].
         accumulation: packs of a step, as `optim.accumulation` [packs].
         separate_updates: whether AdamW runs in separate passes where one pass is there.
+        settings: further ones of the recipe, as `--set` takes them.
     """
 
     is_small: bool
@@ -108,6 +113,7 @@ class Conditions:
     tokens_per_pack: int | None = None
     accumulation: int = 1
     separate_updates: bool = False
+    settings: tuple[str, ...] = ()
 
 
 def describe_machine(tell: Tell) -> None:
@@ -135,6 +141,9 @@ def measure(case: Case, conditions: Conditions, deadline_s: float, tell: Tell) -
     """
     if case.setup == "gpt2":
         measure_gpt2(case, conditions, deadline_s, tell)
+    elif case.is_run:
+        settings = settings_of(case, conditions)
+        measure_run(case.setup, settings, case.steps, deadline_s, tell, is_small=conditions.is_small)
     else:
         measure_engine(case, conditions, deadline_s, tell)
 
@@ -142,19 +151,10 @@ def measure(case: Case, conditions: Conditions, deadline_s: float, tell: Tell) -
 def measure_engine(case: Case, conditions: Conditions, deadline_s: float, tell: Tell) -> None:
     """Train as `headway train` would, with every part of the step but its feed."""
     began_s = time.monotonic()
-    setup = SETUPS[case.setup].with_packs_of(conditions.tokens_per_pack)
+    setup = setup_named(case.setup).with_packs_of(conditions.tokens_per_pack)
     is_small, accumulation = conditions.is_small, conditions.accumulation
     is_cuda = torch.cuda.is_available()
-    settings = {
-        "run.device": "cuda" if is_cuda else "cpu",
-        "run.dtype": "bfloat16-params" if is_cuda else "float32",
-        "speed.kernels": case.kernels,
-        "speed.compile": str(case.is_compiled).lower(),
-        "speed.recompute": None if conditions.recompute == "fullest" else conditions.recompute,
-        "speed.attention": conditions.attention,
-        "data.tokens_per_pack": setup.packing_length,
-        "optim.accumulation": accumulation,
-    }
+    settings = settings_of(case, conditions)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         layers = case.layers or setup.layers(is_small=is_small)
@@ -188,6 +188,7 @@ def measure_engine(case: Case, conditions: Conditions, deadline_s: float, tell: 
             "recompute": trained.recompute,
             "tokens_per_pack": max(pack.slots for pack in packs),
             "accumulation": accumulation,
+            "settings": list(conditions.settings),
             "samples": sum(len(pack.segments) for pack in packs),
             "samples_cut": num_cut,
             "notes": [*trained.notes, *optimizer.notes],
@@ -235,6 +236,21 @@ def measure_engine(case: Case, conditions: Conditions, deadline_s: float, tell: 
             model=model,
         ),
     )
+
+
+def settings_of(case: Case, conditions: Conditions) -> dict[str, Any]:
+    """Settings of a case's recipe, by their names; None leaves one as it is."""
+    is_cuda = torch.cuda.is_available()
+    return {
+        "run.device": "cuda" if is_cuda else "cpu",
+        "run.dtype": "bfloat16-params" if is_cuda else "float32",
+        "speed.kernels": case.kernels,
+        "speed.compile": str(case.is_compiled).lower(),
+        "speed.recompute": None if conditions.recompute == "fullest" else conditions.recompute,
+        "speed.attention": conditions.attention,
+        "data.tokens_per_pack": conditions.tokens_per_pack or setup_named(case.setup).packing_length,
+        "optim.accumulation": conditions.accumulation,
+    } | dict(setting.split("=", 1) for setting in conditions.settings)
 
 
 def fitting_device(
@@ -303,8 +319,10 @@ def loop(
     for number in range(1, most_warmup + 1):
         pack, workload = next(cycle)
         began_s = time.perf_counter()
-        step(number, pack)
+        loss = step(number, pack)
         queue.wait()
+        if number == 1:
+            progress.tell({"first_loss": float(loss)})
         step_s = time.perf_counter() - began_s
         rates.append(cost_model.count(workload).total / step_s)
         progress.warmed_up(step_s)
@@ -378,31 +396,6 @@ def affordable_steps(left_s: float, step_s: float, most: int) -> int:
     (6, 30, 0)
     """
     return max(0, int(min(most, left_s / step_s)))  # a time without end is infinite
-
-
-class OneAhead:
-    """Lets the host be one step ahead of the device, as `headway train` does, and reads losses once they have come."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._is_cuda = device.type == "cuda"
-        self._before: torch.cuda.Event | None = None
-
-    def step_ended(self, loss: torch.Tensor) -> torch.Tensor:
-        """Wait for the end of the step before; return where this step's loss will be, on the host."""
-        if not self._is_cuda:
-            return loss
-        copy = torch.empty((), dtype=loss.dtype, pin_memory=True).copy_(loss, non_blocking=True)
-        end = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        end.record()
-        if self._before is not None:
-            self._before.synchronize()
-        self._before = end
-        return copy
-
-    def wait(self) -> None:
-        """Wait until the device is done."""
-        if self._is_cuda:
-            torch.cuda.synchronize()
 
 
 @dataclass

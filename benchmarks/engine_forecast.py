@@ -104,13 +104,13 @@ class PlannedCase:
             "speed.recompute": case["recompute"],
             "data.tokens_per_pack": setup.packing_length,
             "optim.accumulation": case.get("accumulation", 1),
-        }
+        } | dict(setting.split("=", 1) for setting in case.get("settings", ()))
         with tempfile.TemporaryDirectory() as folder:
             config = setup.recipe_for(Path(folder), setup.config(layers=layers, is_small=False), settings)
         cost_model = cost_model_of(setup, layers)
         ((precision, saved),) = saved_of(setup, config, layers, is_small=False).items()
         recompute = recompute_of(config, cost_model, {precision: saved}, config.parallel.mesh_shape(1))
-        speeds = Speeds.of_device(target, "bf16", attention=attention)
+        speeds = Speeds.of_device(target, "bf16", attention=attention, float8=config.run.dtype == "float8")
         is_one_pass = any(note.startswith(ONE_PASS_NOTE) for note in case["notes"])
         return PlannedCase(
             cost_model,

@@ -43,7 +43,7 @@ from record import RESULTS, result_paths, write
 GRACE_S = 20.0  # that a case may take past its deadline before its process is ended
 LEAST_S = 5.0  # time below which no case is begun
 ATTEMPTS = 3  # of a case, each with fewer layers, when the device's memory does not hold it
-GROUPS = ("smoke", *SETUPS, "gpt2")
+GROUPS = ("smoke", *SETUPS, "train", "gpt2")
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_DISABLE_TORCH_CHECK": "1", "TOKENIZERS_PARALLELISM": "false"}
 ENVIRONMENT |= {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}  # packs differ in size, so buffers do too
 
@@ -58,7 +58,7 @@ def main() -> None:
         os.environ.setdefault(name, value)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM; what is measured is written"))
     end_s = time.monotonic() + options.budget_s
-    machine = in_process("describe_machine", (), end_s, lambda _: None)
+    machine = in_process(engine_case.describe_machine, (), end_s, lambda _: None)
     if machine["status"] != "done":
         sys.exit(f"the device cannot be used: {machine['error']}")
     on_cuda = machine["device_type"] == "cuda"
@@ -106,6 +106,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens-per-pack", type=int, help="as data.tokens_per_pack; the recipe's own if not given")
     parser.add_argument("--accumulation", type=int, default=1, help="packs of a step, as optim.accumulation")
     parser.add_argument("--separate-updates", action="store_true", help="AdamW in separate passes, never in one")
+    parser.add_argument("--set", dest="settings", action="append", default=[], metavar="a.b=c", help="of the recipe")
     parser.add_argument("--profiles", type=Path, help="folder of a profile of a step of each engine case")
     parser.add_argument("--again", action="store_true", help="measure what is done already once more")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the record and the table")
@@ -148,15 +149,18 @@ def cases_of(options: argparse.Namespace, *, on_cuda: bool) -> list[Case]:
                 for attention, c in loops
             ]
         else:
+            setup, is_run = ("text", True) if group == "train" else (group, False)
             for kind, is_compiled in ways:
-                name = f"{group}, {kind}, {'compiled' if is_compiled else 'eager'}"
+                name = f"{setup}, {kind}, {'compiled' if is_compiled else 'eager'}"
+                name += ", headway train" * is_run
                 name += f", attention {options.attention}" * bool(options.attention)
                 name += f", recompute {options.recompute}" * bool(options.recompute)
                 if options.tokens_per_pack is not None or options.accumulation > 1:
-                    length = options.tokens_per_pack or SETUPS[group].packing_length
+                    length = options.tokens_per_pack or SETUPS[setup].packing_length
                     name += f", packs {options.accumulation} x {length:,}"
                 name += ", separate updates" * options.separate_updates
-                found.append(Case(name, group, kind, is_compiled, None, options.steps, weight=5.0))
+                name += "".join(f", {setting}" for setting in options.settings)
+                found.append(Case(name, setup, kind, is_compiled, None, options.steps, weight=5.0, is_run=is_run))
     return found
 
 
@@ -186,6 +190,7 @@ def measure(
         options.tokens_per_pack,
         options.accumulation,
         options.separate_updates,
+        tuple(options.settings),
     )
     too_large: list[int] = []
     while True:
@@ -200,7 +205,7 @@ def measure(
             "status": "running",
         }
         keep(begun)
-        row = in_process("measure", (case, conditions, deadline_s), deadline_s, keep, begun)
+        row = in_process(engine_case.measure, (case, conditions, deadline_s), deadline_s, keep, begun)
         keep(row)
         layers = row.get("layers") or case.layers or 0
         if row["status"] != "out of memory" or layers <= 1 or len(too_large) == ATTEMPTS - 1:
@@ -211,16 +216,16 @@ def measure(
 
 
 def in_process(
-    work: str,
+    work: Callable[..., None],
     arguments: tuple[Any, ...],
     deadline_s: float,
     keep: Callable[[dict[str, Any]], None],
     begun: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Call a function of `engine_case` in a process of its own.
+    """Call a function in a process of its own.
 
     Args:
-        work: the function's name.
+        work: the function, which a module has.
         arguments: of the function, but for `tell`.
         deadline_s: when it should have ended, by `time.monotonic`; it is ended a little later [s].
         keep: given the row whenever there is more in it.
@@ -256,11 +261,11 @@ def in_process(
     return row
 
 
-def child(work: str, arguments: tuple[Any, ...], connection: Connection) -> None:
-    """In a process of its own: call a function of `engine_case`, send what it tells and how it ended."""
+def child(work: Callable[..., None], arguments: tuple[Any, ...], connection: Connection) -> None:
+    """In a process of its own: call a function, send what it tells and how it ended."""
     began_s = time.monotonic()
     try:
-        getattr(engine_case, work)(*arguments, connection.send)
+        work(*arguments, connection.send)
         end = {"status": "done"}
     except engine_case.OutOfTimeError as error:
         end = {"status": "no time", "error": str(error)}

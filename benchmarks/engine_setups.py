@@ -148,6 +148,14 @@ SETUPS = {
     )
 }
 
+PEERS = Setup("peers", "qwen2.5-7b-text-81920", "qwen3-8b", 81_920, "chats", 0.50)
+"""The text recipe's settings on a model that torchtitan has too, for benchmarks/peers.py."""
+
+
+def setup_named(name: str) -> Setup:
+    """One of the set-ups, or that of the peers."""
+    return PEERS if name == PEERS.name else SETUPS[name]
+
 
 def without_data(config: PreTrainedConfig) -> PreTrainedModel:
     """A model that is shapes alone."""

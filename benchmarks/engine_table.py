@@ -60,7 +60,7 @@ def _rates(cases: list[Row], ceiling: dict[str, float]) -> str:
                 _percent(case["hfu"]),
                 _percent(rate / ceiling["best_flops_per_s"]),
                 _percent(rate / ceiling["sustained_flops_per_s"]),
-                *(_percent(case["others"][name]) for name in OTHERS),
+                *(_percent(case["others"].get(name)) for name in OTHERS),
             ]
         )
     return markdown_table(headings, rows)

@@ -6,8 +6,10 @@
 #                                                        update in one pass and in several
 #   benchmarks/gpu_all.sh --part 2 --out gpu-results     images and video as their recipes say and in shorter packs;
 #                                                        questions in one pack and in four
-#   benchmarks/gpu_all.sh --part 3 --out gpu-results     the meter against a stopwatch; GPT-2; a plain loop; text and
+#   benchmarks/gpu_all.sh --part 3 --out gpu-results     the meter against a stopwatch; `headway train` with its feed;
+#                                                        text in float8 beside bfloat16; GPT-2; a plain loop; text and
 #                                                        questions with either kernels, compiled and not
+#   benchmarks/gpu_all.sh --part 4 --out gpu-results     Trainer, TRL, torchtitan and Headway on one model
 #   benchmarks/gpu_all.sh --part 1 --out gpu-results --scale small      the same code on a CPU
 #
 # A part that is done early goes on with the next ones, as far as its time allows (--budget-s, 530 s by default). What
@@ -25,14 +27,14 @@ while (($#)); do
     --budget-s) budget_s=$2 ;;
     --pieces) pieces=$2 ;;
     *)
-      echo "$0: unknown option $1; there are --part 1..3, --out DIR, --scale full|small, --budget-s SECONDS, --pieces DIR" >&2
+      echo "$0: unknown option $1; there are --part 1..4, --out DIR, --scale full|small, --budget-s SECONDS, --pieces DIR" >&2
       exit 2
       ;;
   esac
   shift 2 || { echo "$0: $1 needs a value" >&2; exit 2; }
 done
-if [[ ! $part =~ ^[1-3]$ || -z $out || ! $scale =~ ^(full|small)$ || ! $budget_s =~ ^[0-9]+$ ]]; then
-  echo "usage: $0 --part 1..3 --out DIR [--scale full|small] [--budget-s SECONDS] [--pieces DIR]" >&2
+if [[ ! $part =~ ^[1-4]$ || -z $out || ! $scale =~ ^(full|small)$ || ! $budget_s =~ ^[0-9]+$ ]]; then
+  echo "usage: $0 --part 1..4 --out DIR [--scale full|small] [--budget-s SECONDS] [--pieces DIR]" >&2
   exit 2
 fi
 
@@ -52,10 +54,11 @@ engine=(benchmarks/engine_gpu.py --scale "$scale" --warmup 2)
 if [[ $scale == small ]]; then
   engine+=(--steps 2 --packs 1 --eager)
   truth=(--tiny --steps 4 --rounds 2) loop=(--tiny --rows 2 --tokens 64 --steps 4)
+  peers=(--scale small --steps 1 --rounds 1 --defaults) flash=benchmarks/flash_attn_wheel # on a CPU nothing asks for it
   at_once=1
 else
   engine+=(--steps 4 --packs 2)
-  truth=() loop=()
+  truth=() loop=() peers=() flash=""
   # four tries of two layers fit 120 GiB side by side, two fit 80
   memory_mib=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null | head -1 || true)
   at_once=$((${memory_mib:-0} > 120000 ? 4 : 2))
@@ -232,19 +235,30 @@ run_part() {
       ;;
     3)
       item "meter truth" 20 120 "$python" benchmarks/meter_truth.py ${truth[@]+"${truth[@]}"} --out "$out"
+      recipe text "text, headway train" 60 150 --only train "${in_4_packs[@]}"
+      if [[ $scale == full ]]; then
+        for dtype in bfloat16-autocast float8; do # with moments of 8 bits, float32 weights leave room
+          recipe text "text, $dtype" 60 120 --tokens-per-pack 20480 --accumulation 4 --set "run.dtype=$dtype" \
+            --set optim.state=8bit
+        done
+      fi
       item gpt2 30 120 "$python" "${engine[@]}" --out "$out" --only gpt2 --budget-s 100
       item "plain loop" 30 150 "$python" benchmarks/plain_loop.py ${loop[@]+"${loop[@]}"} --out "$out"
       item "text, all kernels" 60 330 "$python" "${engine[@]}" --out "$out" --only text --variants --budget-s 310
       item "vqa, all kernels" 60 240 "$python" "${engine[@]}" --out "$out" --only vqa --variants --budget-s 220
+      ;;
+    4)
+      PYTHONPATH="$PYTHONPATH:$flash" item peers 60 530 "$python" benchmarks/peers.py "${peers[@]}" --out "$out" \
+        --budget-s $(($(left_s) - 15))
       ;;
   esac
 }
 
 done_before=$(wc -l <"$out/done" 2>/dev/null || echo 0)
 echo "==== part $part, $(date -u +%FT%TZ), $scale sizes, $budget_s s"
-for ((number = part; number <= 3; number++)); do run_part "$number"; done
+for ((number = part; number <= 4; number++)); do run_part "$number"; done
 echo "==== part $part ended, $(left_s) s left"
-if [[ $(wc -l <"$out/done" 2>/dev/null || echo 0) == "$done_before" && $(tail -1 "$out/done" 2>/dev/null) != "vqa, all kernels" ]]; then
+if [[ $(wc -l <"$out/done" 2>/dev/null || echo 0) == "$done_before" && $(tail -1 "$out/done" 2>/dev/null) != peers ]]; then
   say "nothing was measured to its end; call again with the same --out, or with a larger --budget-s"
   exit 1
 fi

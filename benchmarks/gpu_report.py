@@ -24,7 +24,7 @@ from attention_gpu import fastest_kernels
 from engine_case import folder_name
 from engine_forecast import StepLines, measured_lines, predicted_lines
 from engine_setups import SETUPS
-from engine_table import attention_kernel, remarks
+from engine_table import attention_kernel, packs, remarks
 from headway.explain.explanation import JobExplanation, mean_of
 from headway.explain.run_folder import newest_window
 from headway.explain.trace import read_traces
@@ -99,7 +99,11 @@ def page(records: dict[str, list[Row]], folders: Sequence[Path]) -> str:
         measured = [case for case in cases if "mfu" in case]
         predicted = {case["case"]: _predicted(record, case) for case in measured}
         lead += _reached(measured)
-        first += [section for section in (_shares(measured, device), _rates(measured, predicted)) if section.rows]
+        # models that were cut to fit are others than the recipes': they stand by themselves
+        is_whole = {case["case"]: case["layers"] == case["of_layers"] for case in measured}
+        for title, are_whole in ((device, True), (f"{device}, of parts of models", False)):
+            rows = [case for case in measured if is_whole[case["case"]] is are_whole]
+            first += [section for section in (_shares(rows, title), _rates(rows, predicted)) if section.rows]
         facts += _facts(record)
         for case in measured:
             parts, about = _case_sections(case, predicted[case["case"]], folders)
@@ -128,10 +132,12 @@ def _reached(cases: Sequence[Row]) -> list[list[str]]:
     """The best MFU of each recipe beside its target, and which recipes have none."""
     rows = []
     for name, setup in SETUPS.items():
-        shares = [case["mfu"] for case in cases if case["setup"] == name]
-        rows.append(
-            [name, format_share(max(shares)) if shares else "not measured", f"target {format_share(setup.target)}"]
-        )
+        best = max((case for case in cases if case["setup"] == name), default=None,
+                   key=lambda case: (case["layers"] == case["of_layers"], case["mfu"]))  # fmt: skip
+        target = f"target {format_share(setup.target)}"
+        if best is not None and best["layers"] < best["of_layers"]:
+            target = f"{best['layers']} of {best['of_layers']} layers"
+        rows.append([name, "not measured" if best is None else format_share(best["mfu"]), target])
     return rows
 
 
@@ -165,7 +171,7 @@ def _rates(cases: Sequence[Row], predicted: dict[str, StepLines | None]) -> Repo
     rows = []
     for case in cases:
         lines = predicted[case["case"]]
-        others = [case["others"][name] for name in ("lmms-engine", "torchtitan")]
+        others = [case["others"].get(name) for name in ("lmms-engine", "torchtitan")]
         rows.append(
             [
                 _name(case),
@@ -173,8 +179,7 @@ def _rates(cases: Sequence[Row], predicted: dict[str, StepLines | None]) -> Repo
                 format_duration(case["step_s"]),
                 "" if lines is None else format_duration(lines.step_s),
                 f"{case['tokens_per_s']:,.0f}",
-                *(format_share(share) for share in (case["mfu"], case["hfu"])),
-                *("" if share is None else format_share(share) for share in others),
+                *("" if share is None else format_share(share) for share in (case["mfu"], case["hfu"], *others)),
             ]
         )
     says = "HFU adds what is recomputed. The last columns are what these tools would print for the same step and peak."
@@ -184,7 +189,8 @@ def _rates(cases: Sequence[Row], predicted: dict[str, StepLines | None]) -> Repo
 def _name(case: Row) -> str:
     """A case by its recipe and the kernels that ran, short enough for a bar."""
     attention = attention_kernel(case).removesuffix("'s ragged attention")
-    return f"{case['setup']}, {case['kernels']}{'' if case['compiled'] else ', eager'}, {attention}"
+    run = ", headway train" if "headway train" in case["case"] else ""
+    return f"{case['setup']}, {packs(case)}, {case['kernels']}{'' if case['compiled'] else ', eager'}, {attention}{run}"
 
 
 def _predicted(record: Row, case: Row) -> StepLines | None:
@@ -257,6 +263,7 @@ def _memory(case: Row) -> ReportSection:
         ours = memory["allocated"] - memory["packs"]
         rows.append(["allocated, less the packs", f"{format_bytes(ours)}"])
         rows.append(["predicted / allocated", format_share(plan["peak"] / ours)])
+    if memory["reserved"] is not None:
         rows.append(
             ["reserved, of the device", f"{format_bytes(memory['reserved'])} of {format_bytes(memory['device'])}"]
         )

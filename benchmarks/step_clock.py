@@ -50,6 +50,31 @@ class Clock:
         return clock
 
 
+class OneAhead:
+    """Lets the host be one step ahead of the device, as `headway train` does, and reads losses once they have come."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._before: torch.cuda.Event | None = None
+
+    def step_ended(self, loss: torch.Tensor) -> torch.Tensor:
+        """Wait for the end of the step before; return where this step's loss will be, on the host."""
+        if not self._is_cuda:
+            return loss
+        copy = torch.empty((), dtype=loss.dtype, pin_memory=True).copy_(loss, non_blocking=True)
+        end = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        end.record()
+        if self._before is not None:
+            self._before.synchronize()
+        self._before = end
+        return copy
+
+    def wait(self) -> None:
+        """Wait until the device is done."""
+        if self._is_cuda:
+            torch.cuda.synchronize()
+
+
 def _workers() -> list[int | None]:
     return [child.pid for child in multiprocessing.active_children()]
 

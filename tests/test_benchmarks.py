@@ -449,10 +449,10 @@ def session_of(leader):
 
 
 def test_the_script_of_all_gpu_benchmarks_says_what_it_takes(tmp_path):
-    command = [str(BENCHMARKS / "gpu_all.sh"), "--part", "4", "--out", str(tmp_path / "new")]
+    command = [str(BENCHMARKS / "gpu_all.sh"), "--part", "5", "--out", str(tmp_path / "new")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "--part 1..3 --out DIR" in done.stderr
+    assert "--part 1..4 --out DIR" in done.stderr
     assert not (tmp_path / "new").exists()
 
 
@@ -482,6 +482,89 @@ def test_the_page_of_a_gpu_is_made_of_the_committed_records_without_profiles(tmp
     assert page.count(">language.head</td>") == len(record["cases"])
     assert "in one segment" in page
     assert re.search(r"<dt>video</dt>\s*<dd[^>]*>not measured", page)
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_peers_start_from_the_same_weights_and_learn_the_same_packs(tmp_path):
+    """Of four engines three are others': their first losses are one number, in one pack and in four."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(BENCHMARKS / "flash_attn_wheel")])}
+    table = run("peers.py", "--scale", "small", "--steps", 1, "--rounds", 1, "--out", tmp_path, env=env)
+    (path,) = tmp_path.glob("peers_*.json")
+    runs = json.loads(path.read_text())["runs"]
+    assert len(runs) == 12
+    assert {found["status"] for found in runs.values()} == {"done"}
+    for packs in (1, 4):
+        losses = {name: found["first_loss"] for name, found in runs.items() if found["way"]["packs"] == packs}
+        assert {name.partition(",")[0] for name in losses} == {"trainer", "trl", "torchtitan", "headway"}
+        assert [*losses.values()] == pytest.approx([losses[next(iter(losses))]] * len(losses), rel=1e-5)
+    assert len({round(found["flops_per_step"]) for found in runs.values() if found["way"]["packs"] == 1}) == 1
+    assert table.count("best of three") == 4
+
+
+def test_a_side_that_was_not_measured_or_learns_other_things_ends_with_1(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    peers = importlib.import_module("peers")
+    runs = {side: {"side": side, "way": {"packs": 1}, "first_loss": 5.0, "mfu": 0.5} for side in peers.SIDES}
+    assert peers.why_not({"runs": runs}, [*peers.SIDES]) is None
+    runs["trl"]["first_loss"] = 5.06
+    assert "first losses of steps of 1 packs differ" in peers.why_not({"runs": runs}, [*peers.SIDES])
+    del runs["torchtitan"]["mfu"]
+    assert "torchtitan was not measured" in peers.why_not({"runs": runs}, [*peers.SIDES])
+
+
+@pytest.fixture
+def flash_attn(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS / "flash_attn_wheel"))
+    yield importlib.import_module("flash_attn")
+    for name in ("flash_attn", "flash_attn.bert_padding"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize(("causal", "window"), [(True, (-1, -1)), (False, (-1, -1)), (True, (3, 0)), (False, (2, 1))])
+def test_the_small_wheel_attends_as_pytorch_does_behind_a_mask(flash_attn, causal, window):
+    lengths, heads, kept, size = [5, 1, 9], 4, 2, 8
+    total = sum(lengths)
+    q, k, v = (torch.randn(total, n, size, requires_grad=True) for n in (heads, kept, kept))
+    starts = torch.tensor([0, 5, 6, 15], dtype=torch.int32)
+    out = flash_attn.flash_attn_varlen_func(q, k, v, starts, starts, 9, 9, causal=causal, window_size=window)
+    of_segment = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))
+    behind = torch.arange(total)[:, None] - torch.arange(total)
+    mask = of_segment[:, None] == of_segment
+    mask &= (behind >= 0) if causal else behind >= -(window[1] if window[1] >= 0 else total)
+    mask &= behind <= (window[0] if window[0] >= 0 else total)
+    rows = [x.transpose(0, 1)[None] for x in (q, k, v)]
+    expected = torch.nn.functional.scaled_dot_product_attention(*rows, attn_mask=mask, enable_gqa=True)[0].transpose(
+        0, 1
+    )
+    torch.testing.assert_close(out, expected)
+    equal_rows = flash_attn.flash_attn_func(*(x[:14].unflatten(0, (2, 7)) for x in (q, k, v)), causal=causal)
+    assert equal_rows.shape == (2, 7, heads, size)
+    with pytest.raises(ValueError, match=r"dropout_p=0.1"):
+        flash_attn.flash_attn_varlen_func(q, k, v, starts, starts, 9, 9, 0.1)
+    padding = importlib.import_module("flash_attn.bert_padding")
+    shown = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    tokens, places, ends, longest, _ = padding.unpad_input(torch.arange(12.0).reshape(2, 3, 2), shown)
+    assert (ends.tolist(), longest) == ([0, 2, 5], 3)
+    again = padding.pad_input(tokens, places, 2, 3)
+    assert torch.equal(again, torch.arange(12.0).reshape(2, 3, 2) * shown[..., None])
+
+
+@pytest.mark.slow
+def test_transformers_takes_the_small_wheel_for_the_distribution(tmp_path):
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q", "-w", str(tmp_path)]
+    subprocess.run([*command, str(BENCHMARKS / "flash_attn_wheel")], check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("flash_attn-*.whl")
+    assert wheel.stat().st_size < 10_000
+    shutil.unpack_archive(wheel, tmp_path / "site", "zip")
+    code = (
+        "import transformers.utils.import_utils as t; t.is_torch_cuda_available = lambda: True\n"
+        "from transformers.modeling_flash_attention_utils import _lazy_imports\n"
+        "print(t.is_flash_attn_2_available(), [f.__module__ for f in _lazy_imports('flash_attention_2')[:2]])"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path / "site"), *filter(None, sys.path)])}
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=env)
+    assert done.stdout.splitlines()[-1] == "True ['flash_attn', 'flash_attn']"
 
 
 @pytest.mark.slow

@@ -46,6 +46,7 @@ class Trial:
         outcome: whether it was measured.
         flops_per_s: useful FLOPs of the timed steps over their time, all devices together [FLOP/s]; None without.
         step_s: mean of the timed steps [s]; None without.
+        tokens_per_s: real tokens of the timed steps over their time, all devices together; None without.
         peak_bytes: the most memory that a device held [bytes]; None where that is not recorded.
         reason: why there is no time, in a line.
     """
@@ -53,6 +54,7 @@ class Trial:
     outcome: Outcome
     flops_per_s: float | None = None
     step_s: float | None = None
+    tokens_per_s: float | None = None
     peak_bytes: int | None = None
     reason: str = ""
 
@@ -170,4 +172,5 @@ def _read(path: Path) -> Trial:
         return Trial("failed", reason="the data ended before a step could be timed")
     flops = sum(record["flops"]["total"] for record in timed)
     peak_bytes = max((record.get("peak_memory_bytes") or 0 for record in timed), default=0)
-    return Trial("measured", flops / seconds, seconds / len(timed), peak_bytes or None)
+    tokens = sum(record["tokens"] for record in timed)
+    return Trial("measured", flops / seconds, seconds / len(timed), tokens / seconds, peak_bytes or None)
