@@ -27,6 +27,7 @@ from headway.models.attention.cuda_kernel import FASTER, choose_kernel, cuda_ker
 from headway.models.attention.segments import segment_attention
 from record import RESULTS, describe_environment, environment, markdown_table, result_paths, write
 
+HEAD_SIZES = (64, 72, 80, 96, 128)
 CHECKED = (200, 1, 77, 300)  # lengths of the segments on which values are held against float32 [tokens]
 
 
@@ -111,6 +112,8 @@ def recipe_shapes() -> list[Shape]:
         if setup.name == "text":
             found.append(Shape("text, in one segment", (sum(lengths),), *heads))
             found.append(Shape("text, window of 1,024", lengths, *heads, window=1024))
+            # sizes of heads between which kernels pad, at one width in all
+            found += [Shape(f"heads of {n}", (4096,) * 16, 2304 // n, 2304 // n, n, causal=False) for n in HEAD_SIZES]
         vision = getattr(config, "vision_config", None)
         for name, what in (("cu_seqlens", "tower"), ("cu_window_seqlens", "tower's windows")):
             for boundaries_N in (tensor for key, tensor in batch.vision.items() if key.endswith(f"_{name}")):

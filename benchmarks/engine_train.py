@@ -46,6 +46,8 @@ def measure_run(
         torch.OutOfMemoryError: the device's memory does not hold the run.
         RuntimeError: it was not measured for another reason.
     """
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+
     from mixes import tokenizer  # what the other cases do without
 
     setup = setup_named(setup_name).with_packs_of(settings["data.tokens_per_pack"])
@@ -59,12 +61,15 @@ def measure_run(
         with (folder / "documents.jsonl").open("w", encoding="utf-8") as file:
             for samples, _ in drawn:
                 for sample in samples:
-                    words = " ".join(f"w{max(2, token)}" for token in sample.input_ids_S.tolist())
-                    file.write(json.dumps({"text": words}) + "\n")
+                    text = " ".join(f"w{max(2, token)}" for token in sample.input_ids_S.tolist())
+                    file.write(json.dumps({"text": text}) + "\n")
         data = {"data.train": json.dumps([str(folder / "documents.jsonl")]), "data.overlong": "drop"}
+        data |= {"parallel.reduce_dtype": "float32"}  # one process sums nothing
         length = settings["data.tokens_per_pack"] // (64 if is_small else 1)
         config = setup.recipe_for(folder, model, settings | data | {"data.tokens_per_pack": length})
-        tokenizer(model.vocab_size).save_pretrained(folder / "model")
+        words = tokenizer(model.vocab_size)
+        words.backend_tokenizer.pre_tokenizer = WhitespaceSplit()
+        words.save_pretrained(folder / "model")
         trial = measure(config, 1, steps=steps, limit_s=max(1.0, min(LONGEST_S, deadline_s - time.monotonic())))
         if trial.flops_per_s is None or trial.step_s is None or trial.tokens_per_s is None:
             error = torch.OutOfMemoryError if trial.outcome == "out of memory" else RuntimeError

@@ -1,6 +1,6 @@
 """What a step of each recipe would reach on an H200, with one more of the engine's means at a time, as planned.
 
-    .venv/bin/python benchmarks/plan_roofline.py      # two minutes; nothing is trained
+    .venv/bin/python benchmarks/plan_roofline.py      # a minute; nothing is trained
 
 Packs and models are those of benchmarks/engine_gpu.py; what of this was measured is in plan_measured_*.md.
 Writes benchmarks/results/plan_roofline_<hardware>_<yyyymm>.json and the .md table.
@@ -18,8 +18,6 @@ from engine_memory import fullest
 from engine_setups import SETUPS
 from headway.count import Workload
 from headway.devices import named_device
-from headway.errors import PlanError
-from headway.packing.lengths import MIXES
 from headway.predict.fitting import room_of
 from record import RESULTS, describe_environment, environment, markdown_table, result_paths, write
 
@@ -36,9 +34,6 @@ MEANS: dict[str, dict[str, Any]] = {
     "what fits is not computed again": {"recompute": "memory:SIZE"},
 }
 """What each row changes; it keeps what the rows before it changed."""
-PARTS = (2, 3, 4, 5, 6)
-"""Packs that the step of the last row is divided into; each keeps as many activations as fit."""
-SAMPLES = 30_000  # of a recipe's lengths, of which those are counted that are longer than a pack
 REVIEWED = {"text": (46, 52), "image": (38, 47), "video": (39, 48), "vqa": (22, 25)}
 """Estimates of 25 November 2026, by rates taken from publications: with the first row's means, and with all [%]."""
 
@@ -56,37 +51,23 @@ def main() -> None:
 
 
 def planned_steps(setup: str) -> list[dict[str, Any]]:
-    """Plan the mean step of a recipe's packs with each of `MEANS`, then in shorter packs."""
-    layers, length = LAYERS.get(setup, SETUPS[setup].layers(is_small=False)), SETUPS[setup].packing_length
+    """Plan the mean step of a recipe's packs with each of `MEANS`."""
+    layers = LAYERS.get(setup, SETUPS[setup].layers(is_small=False))
     case: dict[str, Any] = {"setup": setup, "layers": layers, "dtype": "bfloat16-params", "kernels": "torch",
                             "compiled": True, "recompute": None}  # fmt: skip
+    packs, peak = packs_of(setup, PACKS), named_device(DEVICE).peak_flops_per_s["bf16"]
     rows = []
     for name, change in MEANS.items():
         case |= change
-        rows.append({"means": name, **_planned(case, 1, length)})
-    for parts in PARTS:
-        tokens = length // parts
-        longer = float((MIXES[SETUPS[setup].mix].lengths(SAMPLES).tokens > tokens).mean())
-        try:
-            rows.append({"means": f"in {parts} x {tokens:,}", **_planned(case, parts, tokens), "longer": longer})
-        except PlanError:  # the weights alone leave no room for sums of gradients
-            break
+        planned = _fullest(case, packs) if case["recompute"] else PlannedCase.of(case, DEVICE, packs)
+        flops = [planned.cost_model.count(pack, recompute=planned.state.recompute) for pack in packs]
+        step_s = sum(planned.lines([pack]).step_s for pack in packs)
+        rows.append({
+            "means": name, "step_s": step_s / PACKS, "bytes": int(planned.memory.peak),
+            "mfu": sum(one.total for one in flops) / step_s / peak,
+            "hfu": sum(one.total + one.recompute for one in flops) / step_s / peak,
+        })  # fmt: skip
     return rows
-
-
-def _planned(case: dict[str, Any], parts: int, tokens: int) -> dict[str, Any]:
-    """Plan the mean of some steps of so many packs."""
-    case = case | {"accumulation": parts, "tokens_per_pack": tokens}
-    packs, peak = packs_of(case["setup"], PACKS * parts, tokens), named_device(DEVICE).peak_flops_per_s["bf16"]
-    planned = _fullest(case, packs) if case["recompute"] else PlannedCase.of(case, DEVICE, packs)
-    flops = [planned.cost_model.count(pack, recompute=planned.state.recompute) for pack in packs]
-    step_s = sum(planned.lines(packs[first : first + parts]).step_s for first in range(0, len(packs), parts))
-    return {
-        "step_s": step_s / PACKS,
-        "bytes": int(planned.memory.peak),
-        "mfu": sum(count.total for count in flops) / step_s / peak,
-        "hfu": sum(count.total + count.recompute for count in flops) / step_s / peak,
-    }
 
 
 def _fullest(case: dict[str, Any], packs: Sequence[Workload]) -> PlannedCase:
@@ -104,22 +85,18 @@ def render(record: dict[str, Any]) -> str:
     cells = []
     for recipe, rows in record["recipes"].items():
         for number, row in enumerate(rows):
-            estimate = {0: REVIEWED[recipe][0], len(MEANS) - 1: REVIEWED[recipe][1]}.get(number)
-            longer = row.get("longer")
+            estimate = {0: REVIEWED[recipe][0], len(rows) - 1: REVIEWED[recipe][1]}.get(number)
             cells.append([recipe, ("" if number == 0 else "+ ") + row["means"], f"{row['step_s']:.3f}",
                           f"{100 * row['mfu']:.1f} %", f"{100 * row['hfu']:.1f} %", f"{row['bytes'] / 2**30:.1f}",
-                          "-" if longer is None else f"{100 * longer:.2g} %",
                           "-" if estimate is None else f"{estimate} %"])  # fmt: skip
-    headings = ["recipe", "means", "step [s]", "MFU useful/1", "HFU", "planned [GiB]", "longer samples",
-                "review's estimate"]  # fmt: skip
+    headings = ["recipe", "means", "step [s]", "MFU useful/1", "HFU", "planned [GiB]", "review's estimate"]
     return (
         f"# Steps of the recipes on one H200, planned\n\n{describe_environment(record)}\n\nEach row has what the rows "
         "above it have as well. Planned by `headway plan`'s own functions at its rates of an H200, on the packs of "
         "benchmarks/engine_gpu.py; blocks are compiled, weights and moments bfloat16. VQA: "
-        f"{LAYERS['vqa']} of 48 layers. From the row that computes less again on, as many activations are kept as "
-        f"{ROOM_BYTES / 2**30:.0f} GiB hold (`speed.recompute=memory:SIZE`). The rows below it divide the same step "
-        "into packs, each instead of the others; longer samples are those of the recipe's lengths that such a pack "
-        "does not hold. The review's estimates (25 November 2026) took rates from publications.\n\n"
+        f"{LAYERS['vqa']} of 48 layers. The last row of a recipe keeps as many activations as "
+        f"{ROOM_BYTES / 2**30:.0f} GiB hold "
+        "(`speed.recompute=memory:SIZE`). The review's estimates (25 November 2026) took rates from publications.\n\n"
         f"{markdown_table(headings, cells)}\n"
     )
 
