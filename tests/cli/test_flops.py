@@ -241,7 +241,7 @@ def test_a_causal_model_is_counted_under_splits_and_says_so(headway):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["llama-3.1-8b", "--splits", "full:8", "--segments", 9], "8 tokens where the segment has 9"),
+        (["llama-3.1-8b", "--splits", "full:8", "--segments", 9], "8 tokens, but the segment has 9"),
         (["llama-3.1-8b", "--segments", 9, "--supervised", 3], "--supervised 3 has no effect"),
         (["llama-3.1-8b", "--splits", "noise:8", "--latents", "2x2"], "takes no latents"),
         (["gemma-3-4b", "--splits", "full:8,causal:3"], "cannot be counted under splits"),

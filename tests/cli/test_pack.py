@@ -148,7 +148,10 @@ def test_data_need_a_model_and_lengths_no_data(headway, tmp_path):
     assert bounded.code == 2
     assert "cannot take effect with --lengths" in " ".join(bounded.err.split())
     shrunk = headway("pack", "--lengths", table, "--packing-length", 10, "--media", "fps=1")
-    assert (shrunk.code, "--media fps=1 bounds what is read of DATA" in " ".join(shrunk.err.split())) == (2, True)
+    assert (shrunk.code, "--media fps=1 limits the images and videos of DATA" in " ".join(shrunk.err.split())) == (
+        2,
+        True,
+    )
 
 
 TABLE = "tokens\n5\n25\n"
@@ -163,11 +166,16 @@ BAD = [
     (["--packing-length", 30, "--strategy", "worst_fit"], TABLE, 2, "'worst_fit'. Allowed: balanced, best_fit"),
     (["--packing-length", 30, "--overlong", "cut"], TABLE, 2, "'cut'. Allowed: error, drop, truncate, split"),
     (["--packing-length", 30, "--model", "qwen9"], TABLE, 2, "qwen9"),
-    (["--packing-length", 30, "--plot", "plot.pdf"], TABLE, 2, "a plot is an .svg file, got .pdf. Name plot.svg"),
+    (
+        ["--packing-length", 30, "--plot", "plot.pdf"],
+        TABLE,
+        2,
+        "a plot is an .svg file, but this name has .pdf. Name plot.svg",
+    ),
     (["--packing-length", 30, "--plot", "nowhere/plot.svg"], TABLE, 2, "the folder nowhere does not exist"),
-    (["--packing-length", 4, "--overlong", "drop"], TABLE, 1, "Of 2 samples none fits a pack of 4 tokens"),
+    (["--packing-length", 4, "--overlong", "drop"], TABLE, 1, "None of 2 samples fits a pack of 4 tokens"),
     (["--packing-length", 30], "length\n5\n", 1, 'has no column "tokens"'),
-    (["--packing-length", 30], "", 1, 'has no column "tokens"; its columns are none'),
+    (["--packing-length", 30], "", 1, 'has no column "tokens". Its columns are none'),
     (["--packing-length", 30], "tokens\n-3\n", 1, "row 1: tokens is -3"),
     (["--packing-length", 30, "--model", "gpt2"], "tokens,patches\n5,4\n", 2, "no vision tower"),
 ]

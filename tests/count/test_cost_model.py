@@ -153,7 +153,7 @@ def test_rows_merge_by_name_and_driver_when_counts_add():
         (lambda: VISION.count(Workload([9], images=[(1, 3, 4)])), WorkloadError, "1x3x4 cannot be merged"),
         (lambda: TEXT.freeze(["visoin"]), UsageError, "freeze='visoin' matches no parameter"),
         (lambda: TEXT.lora(0), UsageError, "rank must be at least 1"),
-        (lambda: TEXT.lora(4, ["qproj"]), UsageError, "it has .*q_proj"),
+        (lambda: TEXT.lora(4, ["qproj"]), UsageError, "The model has .*q_proj"),
         (lambda: TEXT.count(Workload([9]), recompute="layers.1"), UsageError, "matches nothing of qwen3-8b"),
     ],
 )
@@ -176,7 +176,9 @@ def test_a_gradient_of_an_input_does_not_depend_on_what_is_trained(tmp_path):
 
 @pytest.mark.parametrize("asked", [["pixel_values"], ["inputs_embeds", "pixel_values"]])
 def test_a_gradient_of_an_input_that_was_not_traced_is_refused(asked):
-    with pytest.raises(WorkloadError, match="pixel_values requires a gradient, and what that costs is not known"):
+    with pytest.raises(
+        WorkloadError, match="pixel_values requires a gradient, but the cost of that gradient is not known"
+    ):
         load_cost_model("qwen3-vl-2b").with_input_gradients(asked)
 
 

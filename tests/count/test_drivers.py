@@ -82,14 +82,14 @@ def test_images_and_videos_are_told_apart_and_one_alone_is_held_to_its_size():
     assert parse_driver("lone:1:4:6")(Workload([3, 2], images=[(1, 4, 6)] * 2)) == 2
     with pytest.raises(WorkloadError, match=r"3 images in 2 segments.*Give 1x4x6 at most once"):
         parse_driver("lone:1:4:6")(Workload([3, 2], images=[(1, 4, 6)] * 3))
-    with pytest.raises(WorkloadError, match="grid 2x4x6 does not fit this model, which takes 1x4x6 patches"):
+    with pytest.raises(WorkloadError, match=r"grid 2x4x6 does not fit this model. Give 1x4x6 patches"):
         parse_driver("lone:1:4:6")(step)
 
 
 def test_towers_of_one_size_refuse_another():
     with pytest.raises(WorkloadError, match=r"grid 1x4x6 does not fit this model.*24 x 24 patches.*give 1x24x24"):
         parse_driver("frames:24:24")(STEP)
-    with pytest.raises(WorkloadError, match=r"clip of 8 frames.*every one up to 7 frames"):
+    with pytest.raises(WorkloadError, match=r"clip of 8 frames.*pads every audio clip to 7 frames"):
         parse_driver("clips:7")(STEP)
 
 

@@ -149,7 +149,7 @@ def test_what_cannot_be_is_refused(arguments, options, message):
 
 
 def test_more_logits_than_tokens_are_refused():
-    with pytest.raises(WorkloadError, match="logits=4: the head runs on 0 to 3 tokens"):
+    with pytest.raises(WorkloadError, match="logits=4 is not allowed, because the head runs on 0 to 3 tokens"):
         Workload([3], logits=4)
 
 

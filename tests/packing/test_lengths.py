@@ -99,8 +99,8 @@ def test_samples_that_are_picked_are_what_they_were():
 
 
 BAD = [
-    ("length\n5\n", 'has no column "tokens"; its columns are length'),
-    ("", 'has no column "tokens"; its columns are none'),
+    ("length\n5\n", 'has no column "tokens". Its columns are length'),
+    ("", 'has no column "tokens". Its columns are none'),
     ("tokens\n", "holds no rows"),
     ("tokens\n5\n0\n", "row 2: tokens is 0, but must be at least 1"),
     ("tokens,patches\n5,-4\n", "row 1: patches is -4, but must be at least 0"),

@@ -49,5 +49,5 @@ def test_ranks_share_the_packs_of_a_step():
 
 def test_an_endless_order_is_not_measured():
     items = Items.of([1, 2])
-    with pytest.raises(ConfigError, match="Only an order that ends"):
+    with pytest.raises(ConfigError, match="This order is empty or never ends"):
         measure(Plan(items, Order(items.sizes), Budget(10), 2), 2)

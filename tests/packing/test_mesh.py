@@ -28,7 +28,7 @@ def test_shard_takes_what_the_others_leave(world_size, given, shape):
         (4, {"sequence": 3}, r"replicate 1 x parallel.sequence 3 = 3 does not divide the 4 processes.*a multiple of 3"),
         (1, {"replicate": 2}, r"= 2 does not divide the 1 process of this run"),
         (4, {"shard": 8}, r"= 8 processes, but this run has 4 processes\. Start 8 .*parallel.shard=auto"),
-        (128, {"shard": 8}, r"parallel\.shard=auto to take as many as there are, or set parallel\.replicate=16"),
+        (128, {"shard": 8}, r"parallel\.shard=auto to use all processes, or set parallel\.replicate=16"),
         (4, {"shard": 1}, r"= 1 processes, but this run has 4 processes"),
         (8, {"sequence": 2, "expert": 3}, r"expert 3 .*the 8 processes .*one of 1, 2, 4, 8, or start a multiple of 3 "),
         (

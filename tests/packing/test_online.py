@@ -74,7 +74,7 @@ def test_a_sample_beyond_the_budget_is_refused():
     [
         ({"strategy": "worst_fit"}, "'worst_fit'. Allowed: balanced"),
         ({"packs": 0}, "0 open packs"),
-        ({"packs": 6, "packs_per_step": 4}, "whole steps"),
+        ({"packs": 6, "packs_per_step": 4}, "multiple of the packs per step"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings, text):

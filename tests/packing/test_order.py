@@ -116,7 +116,7 @@ BAD = [
         [Stage((StageSource("chat", weight=1),)), Stage((StageSource("code", epochs=1),))],
         "Stage 0 of the data never ends",
     ),
-    ([Stage((StageSource("chat", epochs=1),), samples=5)], "epochs say how long"),
+    ([Stage((StageSource("chat", epochs=1),), samples=5)], "both say how long"),
     ([Stage((StageSource("chat", weight=1),), samples=0)], "has 0 samples"),
     ([Stage((StageSource("chat", weight=1),), samples=2**63)], "more than an order can number"),
 ]

@@ -39,7 +39,7 @@ def targets_of(rows: Sequence[Row], targets: Sequence[str] | None, name: str) ->
             names = sorted({m.rpartition(".")[2] for m in linear})
             raise UsageError(
                 Argument("targets"),
-                f" {target!r} matches no linear module of {name}; it has {', '.join(names)}.",
+                f" {target!r} matches no linear module of {name}. The model has {', '.join(names)}.",
                 value=target,
                 choices=names,
             )

@@ -197,9 +197,9 @@ class CostModel:
     def _units(self, workload: Workload, forward_only: bool) -> dict[str, int]:
         if len(workload.past) and not forward_only:
             raise WorkloadError(
-                f"The workload has {int(workload.past.sum())} past tokens, whose keys and values are cached: no "
-                "gradient reaches them, so there is no training step to count. Count with forward_only, or leave the "
-                "past out."
+                f"The workload has {int(workload.past.sum())} past tokens, whose keys and values are cached. No "
+                "gradient reaches these, so there is no training step to count. Count with forward_only, or leave "
+                "the past out."
             )
         self._check_towers(workload)
         return {driver: evaluate(workload) for driver, evaluate in self._evaluators.items()}
@@ -217,20 +217,22 @@ class CostModel:
         if SINGLE_FRAMES.items() <= self.source.items() and (workload.grids[:, 0] > 1).any():
             grid = "x".join(map(str, workload.grids[workload.grids[:, 0] > 1][0].tolist()))
             raise WorkloadError(
-                f"{self.name} was traced on single frames, the only ones that its code takes whole, so what a clip of "
-                f"{grid} patches costs is not known. Where each frame is computed by itself, give them as images."
+                f"{self.name} was traced on single frames, because its code takes no whole clips, so the cost of a "
+                f"clip of {grid} patches is not known. If the model computes each frame by itself, give the frames "
+                "as images."
             )
 
         # runs that see each other in full, and images that are denoised
         if len(workload.splits) and "pairs:splits" not in self._evaluators:
             raise WorkloadError(
-                f"The workload has splits, runs of tokens that see each other in full, and {self.name} takes none: its "
-                "own mask is what its code says. `with_splits` counts it under the mask of the splits."
+                f"The workload has splits (runs of tokens that see each other in full), but {self.name} takes none, "
+                "because its code makes its own mask. Use `with_splits` to count the model under the mask of the "
+                "splits."
             )
         if workload.latent_patches and not self.has_latents:
             raise WorkloadError(
-                f"{self.name} takes no latents, but the workload holds {workload.latent_patches} latent patches. Leave "
-                "them out, or name a model that takes some."
+                f"{self.name} takes no latents, but the workload holds {workload.latent_patches} latent patches. "
+                "Leave them out, or name a model that takes latents."
             )
 
         # whatever comes in lengths, such as audio, and the sources of an encoder, which the text reads
@@ -252,7 +254,7 @@ class CostModel:
         # an encoder that is read without saying how much of it
         if reads and workload.num_segments and not len(workload.sources):
             raise WorkloadError(
-                f"{self.name} reads an encoder, and the workload does not say how much of it: give one source length "
+                f"{self.name} reads an encoder, but the workload has no source lengths. Give one source length "
                 f"[tokens or feature frames] for each of the {workload.num_segments} segments."
             )
 
@@ -370,8 +372,8 @@ class CostModel:
             return self
         if other := self.mixed_otherwise:
             raise WorkloadError(
-                f"{self.name} cannot be counted under splits: what mixes its text is {other}, "
-                "and splits are runs in a causal mask. Leave the splits out, or name a model whose attention is causal."
+                f"{self.name} cannot be counted under splits, because its text is mixed by {other}, and splits are "
+                "runs in a causal mask. Leave the splits out, or name a model whose attention is causal."
             )
         rows = tuple(replace(row, driver="pairs:splits") if row.component in _MIXING else row for row in self.rows)
         return replace(self, rows=rows)
@@ -408,9 +410,9 @@ class CostModel:
         is_known = embeddings and "source" not in self.towers
         if unknown := [name for name in inputs if name not in traced and not (name == "inputs_embeds" and is_known)]:
             raise WorkloadError(
-                f"{', '.join(unknown)} requires a gradient, and what that costs is not known of {self.name}. Trace it "
-                "with such inputs: trace(model, inputs=...) with arguments that require a gradient; or detach() them "
-                "if nothing in front of the model is trained."
+                f"{', '.join(unknown)} requires a gradient, but the cost of that gradient is not known for "
+                f"{self.name}. Trace the model with such inputs: trace(model, inputs=...) with arguments that "
+                "require a gradient. If nothing in front of the model is trained, detach() the inputs."
             )
         source = self.source | {"input_gradients": ", ".join(sorted({*traced, *inputs}))}
         return replace(self, rows=reaching(self.rows, embeddings[0]), source=source)

@@ -39,8 +39,8 @@ def _merged_patches(workload: Workload, group: int) -> int:
     if uneven.any():
         bad = workload.grids[int(np.argmax(uneven))]
         raise WorkloadError(
-            f"The grid {'x'.join(map(str, bad.tolist()))} cannot be merged by this model, which makes 1 token of "
-            f"{side} x {side} patches: h and w must be multiples of {side}, for example 1x{8 * side}x{6 * side}."
+            f"The grid {'x'.join(map(str, bad.tolist()))} cannot be merged by this model. The model makes 1 token of "
+            f"{side} x {side} patches, so h and w must be multiples of {side}, for example 1x{8 * side}x{6 * side}."
         )
     return workload.patches // group
 
@@ -50,8 +50,8 @@ def _text_tokens(workload: Workload, group: int) -> int:
     text = workload.tokens - _merged_patches(workload, group)
     if text < 0:
         raise WorkloadError(
-            f"{workload.tokens:,} tokens cannot hold {workload.patches // group:,} that stand for patches: segments "
-            "are counted with the tokens of their images and videos."
+            f"{workload.tokens:,} tokens cannot hold the {workload.patches // group:,} tokens that stand for "
+            "patches. Give the length of a segment with the tokens of its images and videos."
         )
     return text
 
@@ -118,11 +118,11 @@ def _lone_grids(workload: Workload, frames: int, height: int, width: int) -> int
     size = f"{frames}x{height}x{width}"
     if other.any():
         bad = "x".join(map(str, workload.grids[int(np.argmax(other))].tolist()))
-        raise WorkloadError(f"The grid {bad} does not fit this model, which takes {size} patches: give that.")
+        raise WorkloadError(f"The grid {bad} does not fit this model. Give {size} patches.")
     if len(other) > workload.num_segments:
         raise WorkloadError(
-            f"{len(other)} images in {workload.num_segments} segments: this model takes one image with each segment. "
-            f"Give {size} at most once for a segment."
+            f"{len(other)} images in {workload.num_segments} segments, but this model takes one image with each "
+            f"segment. Give {size} at most once for a segment."
         )
     return len(other)
 
@@ -133,8 +133,8 @@ def _fixed_items(modality: Modality, workload: Workload, units: int) -> int:
     longer = lengths > units
     if longer.any():
         raise WorkloadError(
-            f"One {modality.noun} of {int(lengths[np.argmax(longer)])} {modality.unit} does not fit this model, which "
-            f"fills every one up to {units} {modality.unit} and takes none that is longer: give {units} or fewer, with "
+            f"One {modality.noun} of {int(lengths[np.argmax(longer)])} {modality.unit} does not fit this model, "
+            f"because the model pads every {modality.noun} to {units} {modality.unit}. Give {units} or fewer, with "
             "*N for N of them."
         )
     return len(lengths)
@@ -146,8 +146,8 @@ def _fixed_sources(workload: Workload, frames: int) -> int:
     other = lengths != frames
     if other.any():
         raise WorkloadError(
-            f"A source of {int(lengths[np.argmax(other)])} frames does not fit this model, whose encoder pads every "
-            f"source to {frames} feature frames and computes them all: give {frames} for each segment, with *N for N."
+            f"A source of {int(lengths[np.argmax(other)])} frames does not fit this model, because its encoder pads "
+            f"every source to {frames} feature frames. Give {frames} for each segment, with *N for N segments."
         )
     return len(lengths)
 
@@ -341,8 +341,8 @@ def parse_driver(driver: str) -> Callable[[Workload], int]:
     number, function = drivers.get(name, (-1, None))
     if function is None or number != len(parameters) or 0 in parameters:
         raise CostModelError(
-            f"unknown driver {driver!r}; known are {', '.join(drivers)} (a number follows each final / or :), "
-            "and those of audio and sources with what follows a slash, such as audio_pairs:full/2."
+            f"unknown driver {driver!r}; known are {', '.join(drivers)} (a number follows each final / or :). "
+            "Drivers of audio and sources may end in a slash and a number, such as audio_pairs:full/2."
         )
     return lambda workload: function(workload, *parameters)
 

@@ -85,7 +85,7 @@ class FlopCount:
         [3, 3, 2, 2]
         """
         if ranks < 1:
-            raise UsageError(f"{ranks} ranks cannot share a step: give 1 or more.")
+            raise UsageError(f"{ranks} ranks cannot share a step. Give 1 or more.")
         return [
             replace(
                 self,

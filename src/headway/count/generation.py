@@ -72,20 +72,21 @@ class Generation:
     def __post_init__(self) -> None:
         if self.group < 1 or (self.batch_size or 1) < 1 or self.prefix not in get_args(Prefix):
             raise WorkloadError(
-                f"group={self.group}, batch_size={self.batch_size}, prefix={self.prefix!r}: a prompt has 1 answer or "
-                f"more, a batch 1 row or more, and a prefix is one of {', '.join(get_args(Prefix))}."
+                f"group={self.group}, batch_size={self.batch_size}, prefix={self.prefix!r} is not allowed. A prompt "
+                "has 1 answer or more, a batch has 1 row or more, and a prefix is one of "
+                f"{', '.join(get_args(Prefix))}."
             )
         prompts = lengths_of(self.prompts, "prompts", "a prompt holds at least 1 token")
         answers = lengths_of(self.answers, "answers", "an answer holds 0 tokens or more", least=0)
         if answers.size != self.group * prompts.size:
             raise WorkloadError(
-                f"{answers.size} answers to {prompts.size} prompts in groups of {self.group}: give the length of each "
-                "answer, those of one prompt in a row."
+                f"{answers.size} answers to {prompts.size} prompts in groups of {self.group} do not match. Give the "
+                "length of each answer, with the answers of one prompt next to each other."
             )
         object.__setattr__(self, "prompts", prompts)
         object.__setattr__(self, "answers", answers)
         if self.slots is not None and self.slots < (tokens := self.prefill.tokens + self.decode.tokens):
-            raise WorkloadError(f"{self.slots} slots cannot hold the {tokens} tokens that these answers run.")
+            raise WorkloadError(f"{self.slots} slots cannot hold the {tokens} tokens of these answers.")
 
     @property
     def prompt_tokens(self) -> int:

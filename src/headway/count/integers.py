@@ -29,8 +29,8 @@ def as_ints(values: IntsLike, what: str, *, booleans: bool = False) -> Ints:
         return NONE
     if getattr(getattr(values, "device", None), "type", "cpu") != "cpu":
         raise WorkloadError(
-            f"{what} lies on {values.device}: reading it there would stall the training loop. "
-            "Pass the copy that the collator made on the CPU."
+            f"{what} lies on {values.device}, and reading it from there would stall the training loop. Pass the copy "
+            "that the collator made on the CPU."
         )
     if hasattr(values, "detach"):
         values = values.detach().numpy()

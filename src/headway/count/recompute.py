@@ -159,9 +159,9 @@ def recomputed_blocks(
         elif term.leaves_out or term.to_the_end or not blocks:
             longest = max(Counter(name.rpartition(".")[0] for name in names).values(), default=0)
             raise UsageError(
-                f"recompute {choice!r}: {term.text!r} chooses none of the model's {len(names)} blocks; the longest "
+                f"recompute {choice!r}: {term.text!r} chooses none of the model's {len(names)} blocks. The longest "
                 f"tower has {longest}. Give none, full, every:N, one of these of a tower (vision:full) or names of "
-                f"blocks, with {_OF_KINDS} behind them to keep what these compute."
+                f"blocks. Add {_OF_KINDS} to keep the results of these parts."
             )
         else:
             chosen |= dict.fromkeys(blocks, frozenset())
@@ -232,7 +232,7 @@ def kept_layers(blocks: Mapping[str, Collection[str]], rows: Sequence[Row]) -> d
     for kind in PRODUCTS:
         keeping = [name for name, kinds in blocks.items() if kind in kinds]
         if keeping and not any(result_kind(row) == kind for name in keeping for row in layers[name]):
-            raise UsageError(f"recompute: the blocks have no linear layers of {kind} to keep; leave out ',-{kind}'.")
+            raise UsageError(f"recompute: the blocks have no linear layers of {kind} to keep. Leave out ',-{kind}'.")
     return layers
 
 
@@ -250,7 +250,7 @@ def _kept_of_block(rows: Sequence[Row], kinds: Collection[str]) -> list[Row]:
     for row in wanted:
         if row.features is None:
             raise UsageError(
-                f"recompute: the result of {row.module} cannot be kept, as it is no linear layer; leave out "
+                f"recompute: the result of {row.module} cannot be kept, because it is no linear layer. Leave out "
                 f"',-{result_kind(row)}'."
             )
     sizes = {row.features for row in wanted}
@@ -258,8 +258,8 @@ def _kept_of_block(rows: Sequence[Row], kinds: Collection[str]) -> list[Row]:
     for row in alike:
         if row.recomputed and row not in wanted:
             raise UsageError(
-                f"recompute: {row.module} has a weight of the sizes of one whose results are kept, {row.features}, and "
-                f"is to run again. Keep both kinds or neither: {_OF_PRODUCTS}."
+                f"recompute: {row.module} is to be recomputed, but its weight has the sizes {row.features} of a "
+                f"layer whose results are kept. Keep both kinds or neither: {_OF_PRODUCTS}."
             )
     return alike
 
@@ -336,6 +336,6 @@ def _matches(rows: Sequence[Row], term: Term, name: str) -> tuple[set[int], bool
 def _no_tower(choice: str, term: Term, towers: Mapping[str, str]) -> UsageError:
     has = " and ".join(dict.fromkeys(towers.values())) or "no tower"
     return UsageError(
-        f"recompute {choice!r}: the model has no {term.tower} tower whose blocks can be recomputed; it has those of "
+        f"recompute {choice!r}: the model has no {term.tower} tower whose blocks can be recomputed. Its towers are "
         f"{has}."
     )

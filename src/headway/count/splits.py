@@ -72,7 +72,7 @@ def _with_whole_segments(splits: Any, segments: Ints | None) -> list[Any]:
     if segments is None:
         if empty := [i for i, segment in enumerate(lists) if not segment]:
             raise WorkloadError(
-                f"splits[{empty[0]}] holds no run: a segment without runs needs its length in segments."
+                f"splits[{empty[0]}] holds no run. If a segment has no runs, give its length in segments."
             )
         return lists
     if len(lists) != len(segments):
@@ -99,13 +99,13 @@ def _checked(values: Any) -> Ints:
             f"got shape {runs.shape}."
         )
     if runs[:, 1].min() < 1:
-        raise WorkloadError(f"splits hold a run of {int(runs[:, 1].min())} tokens: a run holds at least 1 token.")
+        raise WorkloadError(f"splits hold a run of {int(runs[:, 1].min())} tokens, but a run holds at least 1 token.")
     return runs
 
 
 def _needed(ends: Ints | None) -> Ints:
     if ends is None:
-        raise WorkloadError("splits as an array need the segments' lengths beside them: give segments.")
+        raise WorkloadError("splits as an array need the lengths of the segments. Give segments.")
     return ends
 
 
@@ -118,13 +118,13 @@ def _check_sums(runs: Ints, segments: Ints, ends: Ints | None) -> None:
         totals = np.diff(np.concatenate([[0], reached])[np.concatenate([[0], ends])])
         for i in np.flatnonzero(totals != segments)[:1]:
             raise WorkloadError(
-                f"splits[{i}] hold {int(totals[i]):,} tokens where the segment has {int(segments[i]):,}: the runs of a "
-                "segment cover it."
+                f"splits[{i}] hold {int(totals[i]):,} tokens, but the segment has {int(segments[i]):,}. The runs of "
+                "a segment must cover it."
             )
     elif not np.isin(wanted, reached).all() or int(reached[-1]) != int(wanted[-1]):
         raise WorkloadError(
-            f"splits of {int(reached[-1]):,} tokens do not end where the segments end, of {int(wanted[-1]):,} tokens: "
-            "a run lies in one segment, and the runs of a segment cover it."
+            f"splits of {int(reached[-1]):,} tokens do not end where the segments end, of {int(wanted[-1]):,} "
+            "tokens. A run lies in one segment, and the runs of a segment cover it."
         )
 
 
@@ -138,13 +138,13 @@ def check_kinds(tokens: int, runs: Ints, noised: int, references: int, supervise
     latents = noised + references
     if latents > tokens:
         raise WorkloadError(
-            f"{tokens:,} tokens cannot hold {latents:,} latent patches: each patch is a token, so segments are counted "
-            "with the images that are denoised."
+            f"{tokens:,} tokens cannot hold {latents:,} latent patches. Each patch is a token, so give the length of "
+            "a segment with its denoised images."
         )
     for patches, mode, what in ((noised, NOISE, "denoised"), (references, FULL, "read clean")):
         if runs.size and patches > (room := tokens_of(runs, mode)):
             raise WorkloadError(
-                f"The {MODES[mode]} runs hold {room:,} tokens, and {patches:,} latent patches are {what}: each patch "
+                f"The {MODES[mode]} runs hold {room:,} tokens, and {patches:,} latent patches are {what}. Each patch "
                 f"is a token of a {MODES[mode]} run."
             )
     text = tokens - latents

@@ -101,11 +101,13 @@ class Workload:
         # slots hold tokens and padding; tokens lie in a pack at least
         tokens = int(lengths.sum())
         if slots is not None and slots < tokens:
-            raise WorkloadError(f"{slots} slots cannot hold {tokens} tokens: slots count padding and tokens together.")
+            raise WorkloadError(f"{slots} slots cannot hold {tokens} tokens. Slots count padding and tokens together.")
         if packs is not None and packs < min(tokens, 1):
-            raise WorkloadError(f"{packs} packs cannot hold {tokens} tokens: give the number of forward passes.")
+            raise WorkloadError(f"{packs} packs cannot hold {tokens} tokens. Give the number of forward passes.")
         if logits is not None and not 0 <= logits <= tokens:
-            raise WorkloadError(f"logits={logits}: the head runs on 0 to {tokens} tokens, those of the workload.")
+            raise WorkloadError(
+                f"logits={logits} is not allowed, because the head runs on 0 to {tokens} tokens of the workload."
+            )
 
         # each latent patch is a token, of a run that may hold it
         sizes = _read(images=images, videos=videos, **media)
@@ -154,7 +156,7 @@ class Workload:
         object.__setattr__(self, "_packs", int(holds_work) if packs is None else packs)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(f"a Workload is immutable; build a new one instead of setting {name!r}")
+        raise AttributeError(f"a Workload is immutable. Build a new one instead of setting {name!r}")
 
     @property
     def segments(self) -> Ints:
@@ -469,7 +471,7 @@ def _read(**media: IntsLike) -> dict[str, Ints]:
     unknown = media.keys() - MODALITIES.keys()
     if unknown:
         raise TypeError(
-            f"Workload has no argument {min(unknown)!r}; kinds of input beside text are {', '.join(MODALITIES)}."
+            f"Workload has no argument {min(unknown)!r}. The kinds of input beside text are {', '.join(MODALITIES)}."
         )
     sizes = {name: row.read(media[name]) for name, row in MODALITIES.items() if name in media}
     return {name: array for name, array in sizes.items() if array.size}

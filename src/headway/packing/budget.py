@@ -60,14 +60,14 @@ class Budget:
             or (self.items is not None and self.items < 1)
         ):
             raise ConfigError(
-                f"A pack's budget is {self.tokens} tokens, {self.patches} patches and {self.items} samples; it needs "
-                "at least 1 token, and patches of 0 or more and samples of 1 or more (or none for no limit)."
+                f"A pack's budget is {self.tokens} tokens, {self.patches} patches and {self.items} samples. A budget "
+                "has at least 1 token, 0 or more patches, and 1 or more samples. No number means no limit."
             )
 
         if max(self.tokens, self.patches or 0) > MOST:
             raise ConfigError(
-                f"A pack's budget is {self.tokens} tokens and {self.patches} patches; at most {MOST:,} of each can be "
-                "planned, and no device computes as many at a time. Lower it."
+                f"A pack's budget is {self.tokens} tokens and {self.patches} patches, but at most {MOST:,} of each "
+                "can be planned. Lower the budget."
             )
 
     def holds(self, size: Size) -> bool:
@@ -80,9 +80,9 @@ def over_budget(what: str, size: Size, budget: Budget) -> str:
     limit = f"{budget.tokens} tokens" + (f" and {budget.patches} patches" if budget.patches is not None else "")
     return (
         f"{what} has {size.tokens} tokens and {size.patches} vision patches, more than a pack's budget of {limit}. "
-        "Raise the budget, shrink the images, or choose what to do with over-long samples ("
-        f'{Argument("overlong")}): "drop" leaves them out, "truncate" cuts their text, "split" makes several of a long '
-        "text; all are counted and reported."
+        f"Raise the budget, shrink the images, or choose what to do with over-long samples ({Argument('overlong')}): "
+        '"drop" leaves them out, "truncate" cuts their text, "split" makes several samples of a long text. Headway '
+        "counts and reports all of these."
     )
 
 

@@ -208,11 +208,13 @@ def _with_grids(tokens: Numbers, columns: dict[str, Any], path: Path) -> LengthT
         values = np.array([grid for grids in columns["grids"] for grid in grids], dtype=np.int64).reshape(-1, 3)
     except (TypeError, ValueError) as error:
         raise DataError(
-            f'{path}: the column "grids" is no list of (t, h, w) in each row: {error}. Write 1x32x48;1x16x16 in CSV, '
-            "lists of three whole numbers in Parquet."
+            f'{path}: a row of the column "grids" is no list of (t, h, w): {error}. In CSV write 1x32x48;1x16x16, '
+            "and in Parquet write lists of three whole numbers."
         ) from error
     if values.size and values.min() < 1:
-        raise DataError(f"{path}: a grid is {values[values.min(axis=1).argmin()].tolist()}; t, h and w are at least 1.")
+        raise DataError(
+            f"{path}: a grid is {values[values.min(axis=1).argmin()].tolist()}, but t, h and w are at least 1."
+        )
     rows = np.repeat(np.arange(len(tokens)), counts)
     patches = np.bincount(rows, values.prod(axis=1), len(tokens)).astype(np.int64)
     return LengthTable(tokens, patches, values, rows)
@@ -235,12 +237,12 @@ def _csv(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"The lengths {path} cannot be read: {error}. Give a CSV or Parquet file.") from error
     except ValueError as error:
-        raise DataError(f"{path}: {error}. Lengths are whole numbers, one row for each sample.") from error
+        raise DataError(f"{path}: {error}. Write lengths as whole numbers, in one row for each sample.") from error
     try:
         tokens = np.array([int(row["tokens"]) for row in rows], dtype=np.int64)
         grids = [[[int(side) for side in grid.split("x")] for grid in row["grids"].split(";") if grid] for row in rows]
     except (KeyError, ValueError) as error:
-        raise DataError(f"{path}: {error} in a row; write whole numbers, and grids as 1x32x48;1x16x16.") from error
+        raise DataError(f"{path}: {error} in a row. Write whole numbers, and grids as 1x32x48;1x16x16.") from error
     return {"tokens": tokens, "grids": grids}
 
 
@@ -267,9 +269,10 @@ def _parquet(path: Path) -> dict[str, Any]:
 def _wanted(headings: list[str], path: Path) -> list[str]:
     if "tokens" not in headings:
         raise DataError(
-            f'{path} is no table of sample lengths, because it has no column "tokens"; its columns are '
-            f'{", ".join(headings)[:200] or "none"}. Name the column of sample lengths "tokens", and that of vision '
-            'patches, if any, "patches"; or give the dataset itself, as `headway pack DATA --model MODEL`.'
+            f'{path} is no table of sample lengths, because it has no column "tokens". Its columns are '
+            f'{", ".join(headings)[:200] or "none"}. Name the column of sample lengths "tokens", and the column of '
+            'vision patches, if there is one, "patches". Or give the dataset itself: `headway pack DATA --model '
+            "MODEL`."
         )
     if "grids" in headings:
         return ["tokens", "grids"]

@@ -86,9 +86,9 @@ def measure(plan: Plan, ranks: int) -> tuple[PlanReport, Floats]:
     """
     length = plan.order.length
     if length is None or length < 1:
-        raise ConfigError("Only an order that ends can be measured, and only one that is not empty. Give it epochs.")
+        raise ConfigError("This order is empty or never ends, so it cannot be measured. Give the order epochs.")
     if ranks < 1 or plan.packs_per_step % ranks:
-        raise ConfigError(f"{plan.packs_per_step} packs per step cannot be shared by {ranks} ranks equally.")
+        raise ConfigError(f"{plan.packs_per_step} packs per step cannot be shared by {ranks} ranks in equal parts.")
     start_s = time.process_time()
     planned = [step for step, _ in plan.steps()]
     cpu_s = time.process_time() - start_s

@@ -58,7 +58,7 @@ class MeshShape:
             raise ConfigError(
                 f"parallel.replicate {replicate} x parallel.shard {shard} x parallel.sequence {sequence} = "
                 f"{others * shard} processes, but this run has {_processes(world_size)}. Start {others * shard} "
-                f"{_how_many()}, or set parallel.shard=auto to take as many as there are{more}."
+                f"{_how_many()}, or set parallel.shard=auto to use all processes{more}."
             )
         if shard * sequence % expert:
             divisors = [number for number in range(1, shard * sequence + 1) if shard * sequence % number == 0]

@@ -46,8 +46,8 @@ class OnlinePacker(Generic[T]):
             raise ConfigError(f"Unknown packing strategy {strategy!r}. Allowed: {', '.join(STRATEGIES)}.")
         if packs < 1 or (packs_per_step is not None and (packs_per_step < 1 or packs % packs_per_step)):
             raise ConfigError(
-                f"A packer with {packs} open packs and {packs_per_step} packs per step: it needs at least 1 of each, "
-                "and open packs that make whole steps."
+                f"A packer with {packs} open packs and {packs_per_step} packs per step. Give at least 1 of each, and "
+                "a number of open packs that is a multiple of the packs per step."
             )
         self.budget, self.strategy, self.packs, self.seed = budget, strategy, packs, seed
         self.packs_per_step = packs_per_step or packs

@@ -110,7 +110,10 @@ class Order:
         tells_epochs: bool = False,
     ) -> None:
         if not any(sizes.values()):
-            raise ConfigError("There is nothing to order: the sources hold no samples. Give at least one that does.")
+            raise ConfigError(
+                "There is nothing to order, because the sources hold no samples. Give at least one source that has "
+                "samples."
+            )
         if stages is None:
             stages = [Stage(tuple(StageSource(name, weight=size) for name, size in sizes.items() if size))]
         firsts = dict(zip(sizes, np.cumsum([0, *sizes.values()]).tolist(), strict=False))
@@ -126,8 +129,8 @@ class Order:
             self._epoch = epoch if len(stages) == 1 else None
             if length is None and number < len(stages) - 1:
                 raise ConfigError(
-                    f"Stage {number} of the data never ends, so what follows it would never be used. Give it a "
-                    "number of samples, or epochs instead of weights."
+                    f"Stage {number} of the data never ends, so the stages after it would never be used. Give this "
+                    "stage a number of samples, or epochs instead of weights."
                 )
             self._stages.append(parts)
             self._laps.append(lap)
@@ -241,23 +244,29 @@ def _parts(
             raise ConfigError(f"{where} names {source.name!r}, which holds no samples. Sources with samples: {names}.")
         if ((source.epochs is not None) is not by_epochs) or ((source.weight is None) is not (by_size or by_epochs)):
             raise ConfigError(
-                f"{where} gives {source.name!r} weight {source.weight} and epochs {source.epochs}. Give weights to all "
-                "sources of a stage, or epochs to all, or neither to any."
+                f"{where} gives {source.name!r} weight {source.weight} and epochs {source.epochs}. Give weights to "
+                "all sources of a stage, or epochs to all of them, or neither."
             )
         share = source.epochs if by_epochs else 1.0 if by_size else source.weight
         if not (share is not None and math.isfinite(share) and share > 0) or (
             source.limit is not None and source.limit < 1
         ):
             raise ConfigError(
-                f"{where} gives {source.name!r} a weight or epochs of {share} and a limit of {source.limit}; weights "
-                "and epochs are above 0, a limit is at least 1 sample."
+                f"{where} gives {source.name!r} a weight or epochs of {share} and a limit of {source.limit}. Weights "
+                "and epochs are above 0, and a limit is at least 1 sample."
             )
         used.append(min(sizes[source.name], source.limit or sizes[source.name]))
     # Epochs already say how many samples a stage draws.
     if by_epochs and stage.samples is not None:
-        raise ConfigError(f"{where} has epochs and {stage.samples} samples; the epochs say how long it is already.")
+        raise ConfigError(
+            f"{where} has epochs and {stage.samples} samples, but both say how long the stage is. Leave one of them "
+            "out."
+        )
     if stage.samples is not None and stage.samples < 1:
-        raise ConfigError(f"{where} has {stage.samples} samples; give at least 1, or none for endlessly.")
+        raise ConfigError(
+            f"{where} has {stage.samples} samples. Give at least 1, or leave the number out for a stage that never "
+            "ends."
+        )
     # Shares are whole numbers, so that places are dealt out exactly: draws where sources have epochs, else a ratio.
     if by_epochs:
         shares = [

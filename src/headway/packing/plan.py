@@ -124,17 +124,22 @@ class Plan:
         if packs_per_step < 1 or accumulation < 1 or packs_per_step % accumulation:
             raise ConfigError(
                 f"A plan of {packs_per_step} packs per step with an accumulation of {accumulation}: both must be at "
-                "least 1, and the packs of a step are ranks times accumulation."
+                "least 1. The packs of a step are ranks times accumulation."
             )
         if packs_per_step > MOST_PACKS:
             raise ConfigError(
-                f"A step of {packs_per_step:,} packs, ranks times accumulation: at most {MOST_PACKS:,} can be planned. "
-                "Lower one of them."
+                f"A step of {packs_per_step:,} packs (ranks times accumulation) is too large, because at most "
+                f"{MOST_PACKS:,} can be planned. Use fewer ranks or less accumulation."
             )
         if window is not None and window < 1:
-            raise ConfigError(f"A window of {window} samples: it must hold at least 1; thousands pack well.")
+            raise ConfigError(
+                f"A window of {window} samples is too small. Give at least 1 sample. Thousands pack well."
+            )
         if not 0 <= balance <= 1:
-            raise ConfigError(f"A balance of {balance} over ranks: it is mean / max FLOPs, a fraction from 0 to 1.")
+            raise ConfigError(
+                f"A balance of {balance} over ranks is not allowed. The balance is mean / max FLOPs, a fraction from "
+                "0 to 1."
+            )
         _check_sizes(items, budget)
         self.items, self.order, self.budget = items, order, budget
         self.packs_per_step, self.strategy, self.seed = packs_per_step, strategy, seed
@@ -344,4 +349,6 @@ def _check_sizes(items: Items, budget: Budget) -> None:
         raise DataError(over_budget(f"Item {item}", size, budget))
     if len(items) and int(items.tokens.min()) < 1:
         item = int(items.tokens.argmin())
-        raise DataError(f"Item {item} has {int(items.tokens[item])} tokens; each must have at least 1. Leave it out.")
+        raise DataError(
+            f"Item {item} has {int(items.tokens[item])} tokens, but each must have at least 1. Leave the item out."
+        )

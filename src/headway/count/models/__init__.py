@@ -176,8 +176,8 @@ def from_dict(data: Any, where: str) -> CostModel:
         raise CostModelError(f"{where} is not a Headway cost model: it should be an object with format {FORMAT!r}.")
     if data.get("version") != VERSION:
         raise CostModelError(
-            f"{where} is a cost model of version {data.get('version')}, this Headway reads version {VERSION}: "
-            "trace the model again."
+            f"{where} is a cost model of version {data.get('version')}, but this Headway reads version {VERSION}. "
+            "Trace the model again."
         )
     try:
         ranges: dict[str, int] = {}
@@ -193,7 +193,7 @@ def from_dict(data: Any, where: str) -> CostModel:
         parameters = tuple(Parameter(*p) for p in data["parameters"])
         return CostModel(data["name"], tuple(rows), parameters, dict(data["source"]), tuple(data["unknown"]))
     except (KeyError, TypeError, ValueError) as error:
-        raise CostModelError(f"{where} is a damaged cost model ({error}): trace the model again.") from error
+        raise CostModelError(f"{where} is a damaged cost model ({error}). Trace the model again.") from error
 
 
 def save_cost_model(model: CostModel, path: Path) -> None:
