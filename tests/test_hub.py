@@ -61,10 +61,10 @@ def test_a_proxy_is_asked_in_place_of_the_hub(unreachable, monkeypatch):
     ("files", "advice"),
     [
         (["export/step-000017/adapter_config.json"], r"step-000017 holds adapters alone.* --merge-lora`"),
-        (["export/README"], r"`headway export .* MODEL` makes"),
+        (["export/README"], r"`headway export .* MODEL` writes its last checkpoint"),
         (
             ["export/step-000005/config.json", "checkpoints/step-000009/meta"],
-            r"trained on to step-000009 since",
+            r"went on to step-000009 after",
         ),
     ],
 )

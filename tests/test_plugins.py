@@ -154,7 +154,7 @@ def test_a_broken_distribution_is_named_and_the_models_of_others_go_on(tmp_path)
     run = run_with(tmp_path, BROKEN)
     for name in ("lacks_module", "lacks_family", "no_python", "its_parts", "its_hook"):
         assert run.stderr.count(f"RuntimeWarning: the plug-in {name} 1.0 (entry point") == 1, run.stderr
-    assert "is broken: ModuleNotFoundError: No module named 'notthere'. Install it anew" in run.stderr
+    assert "is broken: ModuleNotFoundError: No module named 'notthere'. Install the plug-in again" in run.stderr
     assert "plug-in its_parts 1.0" in run.stdout
 
 

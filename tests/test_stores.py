@@ -116,7 +116,9 @@ def test_a_url_that_nothing_here_writes_is_refused_in_one_sentence(line, names, 
 )
 def test_records_that_are_appended_are_refused_to_a_url(spec, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"are appended line by line, which (s3|gs)://bucket/\S+ does not take"):
+    with pytest.raises(
+        ConfigError, match=r"appends records line by line, but (s3|gs)://bucket/\S+ cannot be appended to"
+    ):
         open_sink(spec)
     assert list(tmp_path.iterdir()) == []
 

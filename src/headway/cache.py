@@ -20,7 +20,7 @@ def cache_root() -> Path:
     """
     folder = os.environ.get(CACHE_VARIABLE)
     if folder and "://" in folder:
-        raise UsageError(f"{CACHE_VARIABLE} is {folder}, and must be a folder of this machine.")
+        raise UsageError(f"{CACHE_VARIABLE} is {folder}, but must be a folder of this machine.")
     if folder:
         return Path(folder).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headway"

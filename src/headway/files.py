@@ -61,7 +61,7 @@ def write_output(path: Path, content: bytes | str, *, option: str = "", new: boo
     except StoreError as error:
         raise UsageError(f"{option} {error} Give another place.".strip()) from error
     except FileExistsError as error:
-        raise UsageError(f"{shown} exists already; give another file, or delete it first.") from error
+        raise UsageError(f"{shown} exists already. Give another file, or delete this one first.") from error
     except OSError as error:
         raise UsageError(f"{shown} cannot be written: {error.strerror or error}. Give another file.") from error
 
@@ -79,7 +79,7 @@ def open_output(path: Path, *, option: str = "") -> Iterator[TextIO]:
     """
     name = f"{option} {stores.shown(path)}".strip()
     if is_taken(path):
-        raise UsageError(f"{name} exists already; give another file, or delete it first.")
+        raise UsageError(f"{name} exists already. Give another file, or delete this one first.")
     is_url = stores.url_of(path) is not None
     with tempfile.TemporaryDirectory() if is_url else nullcontext() as folder:
         target = Path(str(folder), path.name) if is_url else path
@@ -113,7 +113,7 @@ def new_folder(path: Path, *, last: str = "") -> Iterator[Path]:
     target = stores.place(path)
     is_url = stores.url_of(target) is not None
     if stores.exists(target) and (is_url or not path.is_dir() or any(path.iterdir())):
-        raise UsageError(f"{stores.shown(path)} exists already; give another folder, or delete it first.")
+        raise UsageError(f"{stores.shown(path)} exists already. Give another folder, or delete this one first.")
     home = stores.spool(target)
     temporary = home.with_name(f".{home.name}.writing")
     try:

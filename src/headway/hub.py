@@ -63,9 +63,9 @@ def located(name: str | Path) -> str:
     copy = cached_folder(text)
     if copy is None:
         raise UnknownModelError(
-            f"The model {text!r} is no folder on this machine and not in the Hub's cache ({_cache()}), and could not "
-            f"be had from the Hugging Face Hub: {obstacle}. Check the name, which is OWNER/NAME on the Hub, or "
-            f"download it where there is a network with `hf download {text}` and give the folder."
+            f"The model {text!r} is no folder on this machine, is not in the Hub's cache ({_cache()}), and could not "
+            f"be fetched from the Hugging Face Hub: {obstacle}. Check the name (OWNER/NAME on the Hub). Or download "
+            f"the model on a machine with a network, with `hf download {text}`, and give the folder."
         )
     return str(copy)
 
@@ -84,16 +84,19 @@ def model_of_run(folder: Path) -> Path | None:
         return models[-1]
     if models:
         advice = (
-            f"It was trained on to {checkpoints[-1].name} since its newest model, {models[-1]}: give that folder, or "
-            f"make one of the newest state with `headway export {folder} MODEL`, and give the folder MODEL."
+            f"The run went on to {checkpoints[-1].name} after its newest model folder, {models[-1]}. Give that "
+            f"folder. Or write the newest state with `headway export {folder} MODEL`, and give the folder MODEL."
         )
     elif exports:
         advice = (
-            f"{exports[-1]} holds adapters alone. Add them into the weights with "
-            f"`headway export {folder} MODEL --merge-lora`, and give the folder MODEL."
+            f"{exports[-1]} holds adapters alone. Merge the adapters into the weights with `headway export {folder} "
+            "MODEL --merge-lora`, and give the folder MODEL."
         )
     else:
-        advice = f"It has no model yet: `headway export {folder} MODEL` makes the folder MODEL of its last checkpoint."
+        advice = (
+            f"The run has no model folder yet. `headway export {folder} MODEL` writes its last checkpoint to the "
+            "folder MODEL."
+        )
     raise UnknownModelError(f"{folder} is a training run and no model. {advice}")
 
 

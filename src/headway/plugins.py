@@ -174,7 +174,7 @@ def lays_out_packs(config: Any) -> bool:
 def where_to_find(model_type: str) -> str:
     """Say how to install what may bring a kind of model that nothing here knows: by custom it has the family's name."""
     return (
-        f"If a plug-in brings it, install that: by custom it is named headway-{model_type} (`pip install "
+        f"If a plug-in brings this type, install the plug-in. Its usual name is headway-{model_type} (`pip install "
         f"./plugins/headway-{model_type}` where Headway's repository has it)."
     )
 
@@ -213,7 +213,7 @@ def _naming(distribution: str) -> Iterator[None]:
             raise
         raise PluginError(
             f"the plug-in {distribution} (entry point of {_GROUP} or {_OBJECTIVES}) is broken: "
-            f"{type(error).__name__}: {error}. Install it anew, or remove it with `pip uninstall "
+            f"{type(error).__name__}: {error}. Install the plug-in again, or remove it with `pip uninstall "
             f"{distribution.partition(' ')[0]}`."
         ) from error
 
@@ -223,4 +223,4 @@ def _left_out_if_broken() -> Iterator[None]:
     try:
         yield
     except PluginError as error:
-        warnings.warn(f"{error} What it brings is left out.", RuntimeWarning, stacklevel=1)  # told once
+        warnings.warn(f"{error} Headway goes on without the plug-in.", RuntimeWarning, stacklevel=1)  # told once

@@ -84,7 +84,7 @@ def refuse(path: Path, purpose: str) -> None:
         UsageError: it is a URL.
     """
     if (url := url_of(path)) is not None:
-        raise UsageError(f"{purpose} is {url}, and cannot lie behind a URL. Give a path of this machine.")
+        raise UsageError(f"{purpose} is {url}, but must not be a URL. Give a path of this machine.")
 
 
 def url_system(url: str) -> tuple[Any, str]:

@@ -93,7 +93,7 @@ def test_adapters_are_put_on_the_model_that_they_name_from_any_folder(evaluated,
     assert {(one["where"], one["answer"]) for one in said} == {(where, answer) for where, answer, _ in answers}
 
     (tmp_path / "base").rename(tmp_path / "away")
-    with pytest.raises(CheckpointError, match=r"belong to the model .*/base, which is not there any more.*base=MODEL"):
+    with pytest.raises(CheckpointError, match=r"belong to the model .*/base, which is no longer there.*base=MODEL"):
         find_model(str(summary.model))
     assert find_model(str(summary.model), base=str(tmp_path / "away")).base == str(tmp_path / "away")
     with pytest.raises(ConfigError, match=r"base='away' has no effect: .* is a whole model"):
@@ -126,7 +126,7 @@ def test_what_cannot_be_judged_is_one_clear_error(tmp_path, digits):
     evaluate = ["evaluate", str(tmp_path / "model"), "--device", "cpu"]
     data = str(digits / "data/eval.jsonl")
     for arguments, message in (
-        ([], "There is nothing to evaluate on. Give DATA"),
+        ([], "There is nothing to evaluate on, because this model has no data.eval. Give DATA"),
         (
             [data, "--generate", "2", "--max-new-tokens", "90000"],
             r"\(--max-new-tokens\) need .* raise --packing-length",

@@ -129,7 +129,7 @@ def _flip(path):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda folder: (folder / "manifest.json").unlink(), "half written or copied in part"),
+        (lambda folder: (folder / "manifest.json").unlink(), "was written or copied only in part"),
         (lambda folder: _cut(folder / "manifest.json"), "manifest.json cannot be read"),
         (lambda folder: (folder / "manifest.json").write_text("[]"), "manifest.json cannot be read"),
         (lambda folder: _cut(folder / "__0_0.distcp"), "__0_0.distcp has 10 of"),
@@ -144,7 +144,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_good_one_before_it_named(tmp_pa
     damage(save(tmp_path, 10).folder)
     with pytest.raises(CheckpointError, match=message) as caught:
         find_checkpoint(tmp_path, ALONE)
-    assert f"newest whole checkpoint before it is {tmp_path / 'step-000005'}" in str(caught.value)
+    assert f"newest complete checkpoint before it is {tmp_path / 'step-000005'}" in str(caught.value)
 
 
 def test_the_newest_sound_checkpoint_is_found_and_the_damaged_ones_are_set_aside(tmp_path):
@@ -165,14 +165,14 @@ def test_the_newest_sound_checkpoint_is_found_and_the_damaged_ones_are_set_aside
 def test_where_no_checkpoint_is_sound_none_is_touched(tmp_path):
     for step in (5, 10):
         _cut(save(tmp_path, step).folder / "__0_0.distcp")
-    with pytest.raises(CheckpointError, match=r"step-000010 is damaged: .* no whole checkpoint before it"):
+    with pytest.raises(CheckpointError, match=r"step-000010 is damaged: .* no complete checkpoint before it"):
         newest_sound(tmp_path, ALONE)
     assert {path.name for path in tmp_path.iterdir()} == {"step-000005", "step-000010"}
 
 
 def test_a_lone_damaged_checkpoint_says_that_there_is_nothing_before_it(tmp_path):
     _cut(save(tmp_path, 5).folder / "__0_0.distcp")
-    with pytest.raises(CheckpointError, match="no whole checkpoint before it"):
+    with pytest.raises(CheckpointError, match="no complete checkpoint before it"):
         find_checkpoint(tmp_path, ALONE)
 
 
@@ -195,7 +195,8 @@ def test_a_disk_that_fills_up_leaves_the_checkpoints_before_it(tmp_path, asynchr
     model, optimizer = parts(width=1000)
     with (
         pytest.raises(
-            CheckpointError, match=r"cannot write the checkpoint of step 10 to .*: File too large\. Make room"
+            CheckpointError,
+            match=r"cannot write the checkpoint of step 10 to .*: File too large\. Earlier checkpoints are untouched",
         ),
         a_full_disk(room),
         CheckpointSaver(tmp_path, ALONE, keep=1, asynchronous=asynchronous) as saver,
@@ -261,7 +262,7 @@ def test_a_checkpoint_is_no_model_folder(tmp_path):
     with pytest.raises(CheckpointError, match=r"no model folder.*headway export"):
         refuse_half_written(folder)
     (folder / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match="half written"):
+    with pytest.raises(CheckpointError, match="copied only in part"):
         refuse_half_written(folder)
 
 
@@ -270,7 +271,9 @@ def test_other_folders_are_not_checkpoints(tmp_path):
     refuse_half_written(tmp_path / "Qwen" / "Qwen3-VL")
 
 
-@pytest.mark.parametrize(("version", "hint"), [(9, "this headway reads 2"), (1, "start a new run with model.path")])
+@pytest.mark.parametrize(
+    ("version", "hint"), [(9, "this Headway reads version 2"), (1, "start a new run with model.path")]
+)
 def test_a_checkpoint_of_another_version_is_refused(tmp_path, version, hint):
     path = save(tmp_path, 5).folder / "manifest.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"schema_version": version}))
@@ -280,7 +283,9 @@ def test_a_checkpoint_of_another_version_is_refused(tmp_path, version, hint):
 
 def test_a_checkpoint_of_another_architecture_is_refused(tmp_path):
     save(tmp_path, 5)
-    with pytest.raises(CheckpointError, match=r"another model: embed.weight is \[4, 8\] there and \[4, 12\] here"):
+    with pytest.raises(
+        CheckpointError, match=r"another model: embed.weight is \[4, 8\] in the checkpoint and \[4, 12\] in this model"
+    ):
         restore(latest_checkpoint(tmp_path), *parts(width=12))
 
 

@@ -70,7 +70,7 @@ def test_every_door_that_writes_a_model_tells_of_a_full_disk_and_tidies(raw, sma
     assert names_in(small_disk) == ["run"]
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(raw))
     app(["train", str(tmp_path / "run.yaml"), "--resume"], standalone_mode=False)
-    assert "Its export was missing, and is made now" in " ".join(capsys.readouterr().err.split())
+    assert "Its export was missing, so Headway writes it now" in " ".join(capsys.readouterr().err.split())
     assert names_in(run / "export") == ["step-000001"]
     with pytest.raises(RunCompleteError):
         app(["train", str(tmp_path / "run.yaml"), "--resume"], standalone_mode=False)

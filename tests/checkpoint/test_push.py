@@ -241,16 +241,16 @@ def test_an_update_is_another_commit(trained, hub, export, tmp_path):
 REFUSED = {  # arguments, what is changed about the hub and the environment, exit code, what the error says
     "no name": (["--push-to-hub", "a/b/c"], {}, 2, "--push-to-hub a/b/c is no name on the Hub"),
     "a space": (["--push-to-hub", "my model"], {}, 2, "is no name on the Hub"),
-    "no token": (["--push-to-hub", "me/digits"], {"token": None}, 2, "needs a token that may write, and there is none"),
+    "no token": (["--push-to-hub", "me/digits"], {"token": None}, 2, "needs a token that may write, but there"),
     "a strange token": (["--push-to-hub", "me/digits"], {"token": "hf_x"}, 1, "does not know the token"),
     "a reading token": (["--push-to-hub", "me/digits"], {"token": "hf_reads"}, 1, "the token of me may only read"),
-    "taken": (["--push-to-hub", "me/old"], {}, 2, "me/old is there already. Give another name, or --update"),
+    "taken": (["--push-to-hub", "me/old"], {}, 2, "me/old exists already. Give another name, or --update"),
     "nothing to update": (["--push-to-hub", "me/digits", "--update"], {}, 2, "no repository me/digits to update"),
-    "private too late": (["--push-to-hub", "me/old", "--update", "--private"], {}, 2, "--private has no effect on"),
+    "private too late": (["--push-to-hub", "me/old", "--update", "--private"], {}, 2, "--private has no effect, b"),
     "no Hub": (["--push-to-hub", "me/digits", "--private"], {"gone": True}, 1, "127.0.0.1 cannot be reached"),
     "offline": (["--push-to-hub", "me/digits"], {"offline": True}, 1, "HF_HUB_OFFLINE is set"),
-    "private alone": (["--private"], {}, 2, "--private is for --push-to-hub OWNER/NAME"),
-    "update alone": (["--update"], {}, 2, "--update is for --push-to-hub OWNER/NAME"),
+    "private alone": (["--private"], {}, 2, "--private needs --push-to-hub OWNER/NAME"),
+    "update alone": (["--update"], {}, 2, "--update needs --push-to-hub OWNER/NAME"),
 }  # fmt: skip
 
 
@@ -301,7 +301,10 @@ def test_a_model_that_the_hub_refuses_stays_and_is_sent_again(
     code, _, err = export(trained, folder, "--push-to-hub", "me/digits")
     assert code == 1
     assert message in err
-    assert f"complete and stays there; `headway export {folder} --push-to-hub me/digits{more}` sends it again" in err
+    assert (
+        f"complete and stays there. Send the model again with `headway export {folder} --push-to-hub me/digits{more}`"
+        in err
+    )
     hub.failing.clear()
     code, out, err = export(folder, "--push-to-hub", "me/digits", *more.split())
     assert code == 0, err
@@ -328,7 +331,7 @@ def test_only_what_an_export_writes_is_sent_and_links_are_refused(trained, hub, 
     (folder / "config.json").symlink_to(tmp_path / "elsewhere.json")
     code, _, err = export(folder, "--push-to-hub", "me/other")
     assert (code, list(hub.repos)) == (2, ["me/digits"])
-    assert "holds a link, config.json, and a link is not sent" in err
+    assert "holds a link, config.json, but links are not sent" in err
 
 
 @pytest.mark.parametrize("answer", [[1], {"x": 1}, "silence"], ids=["list", "no name", "silence"])
@@ -337,7 +340,7 @@ def test_a_server_that_is_no_hub_or_says_nothing_is_one_paragraph(trained, hub, 
     hub.account = answer
     code, out, err = export(trained, tmp_path / "model", "--push-to-hub", "me/digits")
     assert (code, out, hub.repos) == (1, "", {})
-    assert ("timed out" if answer == "silence" else "answers with no account") in err
+    assert ("timed out" if answer == "silence" else "answers without an account") in err
     assert "Nothing was made or sent." in err
     assert not (tmp_path / "model").exists()
 
@@ -354,7 +357,7 @@ def test_adapters_of_a_model_that_nobody_else_has_are_refused(trained, hub, expo
     (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(tmp_path)}))
     code, _, err = export(folder, "--push-to-hub", "me/adapters")
     assert code == 2
-    assert "a folder of this machine that nobody else has" in err
+    assert "a folder of this machine, so others cannot use the adapters" in err
     assert "--merge-lora" in err
     (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "Qwen/Qwen3-0.6B"}))
     assert export(folder, "--push-to-hub", "me/adapters")[0] == 0

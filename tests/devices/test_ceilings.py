@@ -82,7 +82,9 @@ def test_a_cpu_is_measured_until_its_rates_settle(monkeypatch):
 @pytest.mark.own_peak
 def test_a_cpu_that_other_work_keeps_busy_has_an_estimated_peak_and_says_so(monkeypatch):
     rounds_of(monkeypatch, (0.6e9, BUSY))
-    with pytest.warns(UserWarning, match=r"unsure: .* 3 threads reached 6e\+08 FLOP/s in fp32\. .* 3 x the 6e\+10"):
+    with pytest.warns(
+        UserWarning, match=r"uncertain, .* 3 threads reached 6e\+08 FLOP/s in fp32\. Headway takes 3 x the 6e\+10"
+    ):
         peak = peak_for("cpu", torch.float32)
     assert peak.flops_per_s == pytest.approx(3 * 60e9)
     assert peak.source == "estimated at start, other work was running: fp32 matmul of 1 thread x 3"
@@ -255,9 +257,9 @@ def test_the_file_is_the_users_own():
 
 @pytest.mark.parametrize(("device", "dtype"), [("meta", "fp32"), ("cpu", "fp8"), ("cpu", "tf32")])
 def test_what_is_not_measured_is_refused(device, dtype):
-    with pytest.raises(UnknownDeviceError, match="known are cpu in fp32, bf16, fp16; cuda in bf16"):
+    with pytest.raises(UnknownDeviceError, match="It can measure cpu in fp32, bf16, fp16; cuda in bf16"):
         matmul_ceiling(device, dtype)
-    with pytest.raises(UnknownDeviceError, match="No copy is measured on meta"):
+    with pytest.raises(UnknownDeviceError, match="Headway cannot measure copies on meta"):
         copy_ceiling("meta")
 
 

@@ -78,7 +78,7 @@ def test_a_slice_of_a_card_is_not_the_card(name):
         (ReportedDevice("NVIDIA A100-SXM4-80GB", 14, 10 * GIB), "reports 14 multiprocessors and 10.74 GB"),
         (
             ReportedDevice("NVIDIA L40S", 142, 12 * GIB),
-            "known under that name is l40s with 142 multiprocessors and 48 GB",
+            "the known device of that name is l40s with 142 multiprocessors and 48 GB",
         ),
         (ReportedDevice("AMD Instinct MI300X", 38, 24 * GIB), "A partition, a virtual GPU or another card"),
         (ReportedDevice("NVIDIA H20", 78, 120 * GIB), "h20-96gb with 78 multiprocessors and 96 GB or h20-141gb with"),
@@ -116,9 +116,11 @@ def test_a_name_that_only_looks_alike_is_unknown(name):
 
 
 def test_alike_names_are_offered():
-    with pytest.raises(UnknownDeviceError, match=r"It is what people call NVIDIA A100-SXM4-80GB; .*a driver reports\."):
+    with pytest.raises(
+        UnknownDeviceError, match=r"This is a common name of NVIDIA A100-SXM4-80GB, .*a driver reports\."
+    ):
         datasheet_peak("A100", "bf16")
-    with pytest.raises(UnknownDeviceError, match=r"Did you mean .*NVIDIA L40S.* look alike are other devices"):
+    with pytest.raises(UnknownDeviceError, match=r"Did you mean .*NVIDIA L40S.* similar names may have other peaks"):
         datasheet_peak("NVIDIA L40S-48Q", "bf16")
 
 

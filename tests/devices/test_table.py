@@ -165,7 +165,7 @@ def test_the_file_in_the_configuration_folder_is_read_after_the_variables(peaks_
         ("bf16 = 12.5", 'bf16 = "12.5"', r"\[lab-card\], tflops: bf16 = '12.5' is no positive number"),
         ("bf16 = 12.5", "bf16 = -1", "bf16 = -1 is no positive number"),
         ("bf16 = 12.5", "bf16 = true", "bf16 = True is no positive number"),
-        ("bf16 = 12.5", "bfloat16 = 1", "tflops has an unknown dtype 'bfloat16'; known are bf16, fp16"),
+        ("bf16 = 12.5", "bfloat16 = 1", "tflops has an unknown dtype 'bfloat16'. Known dtypes are bf16, fp16"),
         ("{ bf16 = 12.5, fp32 = 3 }", "12.5", "tflops = 12.5 is no table of dense TFLOP/s"),
         ("{ bf16 = 12.5, fp32 = 3 }", "{}", "tflops = {} is no table of dense TFLOP/s"),
         ('["Lab Card 1"]', '"Lab Card 1"', "names = 'Lab Card 1' is no list of texts"),
@@ -220,7 +220,7 @@ def test_links_are_read_one_way(tmp_path, monkeypatch):
         (LINKS.replace("= 8", "= 0"), "devices_per_node = 0 is no count of devices"),
         (LINKS.replace("450", "-1"), "link_gb_per_s = -1 is no positive number"),
         (LINKS.replace("2026-11-23", "'today'"), "link_read_on = 'today' is no date"),
-        (LINKS.replace("the lab's own wiring", " "), "is no text. Say where link_gb_per_s stands"),
+        (LINKS.replace("the lab's own wiring", " "), "is no text. Name the document that states link_gb_per_s"),
     ],
 )
 def test_links_without_their_source_are_refused(text, words, tmp_path, monkeypatch):

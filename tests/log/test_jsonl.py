@@ -56,7 +56,7 @@ def test_a_fragment_longer_than_a_chunk_is_found_to_its_start(tmp_path):
 def test_a_file_of_something_else_is_left_as_it_is(tmp_path, content):
     path = tmp_path / "notes.txt"
     path.write_bytes(content)
-    with pytest.raises(ConfigError, match="begins with something other than a JSON object"):
+    with pytest.raises(ConfigError, match="does not begin with a JSON object"):
         LineFile(path)
     assert path.read_bytes() == content
 
@@ -87,7 +87,7 @@ def test_a_second_process_is_refused_an_exclusive_file(tmp_path):
         "LineFile(pathlib.Path(sys.argv[1]), exclusive=True)"
     )
     refused = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=False)
-    assert "is being written to, by another process" in refused.stderr
+    assert "is open for writing already, in another process" in refused.stderr
     held.close()
     subprocess.run([sys.executable, "-c", code, path], check=True)
 

@@ -128,7 +128,7 @@ def test_a_line_that_was_edited_is_named(tmp_path, old, new):
     text = path.read_text()
     assert old in text
     path.write_text(text.replace(old, new))
-    with pytest.raises(LogError, match=r"a.jsonl, line [23] is no record that can be read"):
+    with pytest.raises(LogError, match=r"a.jsonl, line [23] cannot be read as a record"):
         list(read_records(path))
 
 

@@ -91,7 +91,9 @@ def test_a_sink_that_fails_is_closed_with_one_warning_and_the_others_go_on():
     good, bad = Memory(), Memory(fails_at=2)
     sinks = Sinks([bad, good])
     sinks.write({"step": 1})
-    with pytest.warns(RuntimeWarning, match=r"^Memory failed: OSError: No space left on device\. It is closed"):
+    with pytest.warns(
+        RuntimeWarning, match=r"^Memory failed: OSError: No space left on device\. Headway closes this sink"
+    ):
         sinks.write({"step": 2})
     sinks.write({"step": 3})  # warnings are errors here: there is no second one
     assert [record["step"] for record in good.records] == [1, 2, 3]
@@ -112,7 +114,7 @@ def test_a_full_disk_does_not_end_the_training():
 
 def test_failing_to_close_is_a_warning_too():
     good, bad = Memory(), Memory(fails_on_close=True)
-    with pytest.warns(RuntimeWarning, match=r"RuntimeError: connection lost\. What it still held may be lost"):
+    with pytest.warns(RuntimeWarning, match=r"RuntimeError: connection lost\. Records that it still held may be lost"):
         Sinks([bad, good]).close()
     assert good.num_closed == 1
 
@@ -147,6 +149,7 @@ def test_words_that_describe_no_sink_are_refused_with_those_that_do(spec):
 @pytest.mark.parametrize("spec", ["csv:run/table.csv", Path("run/table.csv")])
 def test_a_table_of_commas_is_refused_with_the_way_to_read_json_lines_as_one(spec):
     with pytest.raises(
-        ConfigError, match=r"'csv:run/table.csv': .* jsonl:FILE, which pandas.read_json\(FILE, lines=True"
+        ConfigError,
+        match=r"'csv:run/table.csv': .* jsonl:FILE, and read the table with pandas.read_json\(FILE, lines=True",
     ):
         open_sink(spec)

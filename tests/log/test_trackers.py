@@ -216,7 +216,7 @@ def test_wandb_asks_nobody_to_log_in(monkeypatch, wandb_offline):
     wandb_offline.teardown()
     monkeypatch.setattr(builtins, "input", lambda *_: pytest.fail("asked"))
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
-    with pytest.raises(ConfigError, match="W&B has no key to log in with"):
+    with pytest.raises(ConfigError, match="W&B has no login key"):
         open_sink("wandb:packing")
 
 
@@ -392,7 +392,7 @@ def test_a_taken_port_is_an_error_that_says_so():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"127.0.0.1:{port} cannot be listened on: Address already in use"):
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port} cannot be opened: Address already in use"):
             open_sink(f"prometheus:127.0.0.1:{port}")
 
 
@@ -403,7 +403,7 @@ def test_a_port_that_is_none_is_an_error(place):
 
 
 def test_a_port_beyond_the_last_is_an_error():
-    with pytest.raises(ConfigError, match="cannot be listened on"):
+    with pytest.raises(ConfigError, match="cannot be opened"):
         open_sink("prometheus:127.0.0.1:70000")
 
 
@@ -416,7 +416,9 @@ def test_prometheus_listens_on_this_machine_alone_unless_told():
 def test_two_names_that_are_one_to_prometheus_cost_that_sink_and_no_other(tmp_path):
     path = tmp_path / "metrics.jsonl"
     with Sinks.open([path, "prometheus:127.0.0.1:0"]) as sinks:
-        with pytest.warns(RuntimeWarning, match="headway/a.b and headway/a/b are both headway_a_b to Prometheus"):
+        with pytest.warns(
+            RuntimeWarning, match="headway/a.b and headway/a/b would both be named headway_a_b in Prometheus"
+        ):
             sinks.write({"step": 1, "a.b": 1, "a": {"b": 2}})
         sinks.write({"step": 2})
     assert len(read_jsonl(path)) == 2

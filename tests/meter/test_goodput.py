@@ -340,8 +340,8 @@ def test_a_second_process_on_the_same_file_is_an_error(path):
     code = "import sys; from headway.meter.goodput import Goodput; Goodput(sys.argv[1])"
     with Goodput(path):
         other = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=False)
-        assert "is being written to, by another process" in other.stderr
-        with pytest.raises(ConfigError, match="or another part of this one"):  # nor a second ledger of this one
+        assert "is open for writing already, in another process" in other.stderr
+        with pytest.raises(ConfigError, match="or in another part of this one"):  # nor a second ledger of this one
             Goodput(path)
     Goodput(path).close()
 

@@ -89,8 +89,8 @@ def test_parts_have_learning_rates_of_their_own_on_the_common_schedule(model, co
     ("rates", "frozen", "words"),
     [
         ({"visoin": "x0.1"}, [], "optim.lr_of: visoin matches no parameter"),
-        ({"vision": "x0.1"}, ["vision"], r"optim.lr_of: vision matches \d+ parameters of .*, and none of them learns"),
-        ({"vision.mlp": "x0.1", "vision": 0.2}, [], "vision.mlp has no effect, since later patterns match all"),
+        ({"vision": "x0.1"}, ["vision"], r"optim.lr_of: vision matches \d+ parameters of .*, but none of these learns"),
+        ({"vision.mlp": "x0.1", "vision": 0.2}, [], "vision.mlp has no effect, because later patterns match the same"),
     ],
 )
 def test_a_learning_rate_without_effect_is_an_error(model, cost_model, rates, frozen, words):

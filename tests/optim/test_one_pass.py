@@ -76,11 +76,11 @@ class Two(Ranks):
         ("bfloat16", FP32, (512, 512), None, Ranks(0, 1), "in one pass over weights, gradients and moments (Triton)"),
         (
             None, BF16, (512, 512), "Triton is not installed", Ranks(0, 1),
-            "in float32 copies, several times slower than in one pass, as Triton is not installed",
+            "with float32 copies, several times slower than in one pass, because Triton is not installed",
         ),
         (
             None, BF16, (512, 512), None, Two(0, 2),
-            "in float32 copies, several times slower than in one pass, as it failed there",
+            "with float32 copies, several times slower than in one pass, because it failed there",
         ),
         (None, FP32, (512, 512), None, Ranks(0, 1), None),
         ("8bit", BF16, (512, 512), None, Ranks(0, 1), None),

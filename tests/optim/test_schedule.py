@@ -58,13 +58,13 @@ def test_a_falling_schedule_ends_at_its_floor(schedule):
     ("settings", "words"),
     [
         ({"schedule": "constant", "min_lr_ratio": 0.5}, "min_lr_ratio has no effect with schedule 'constant'"),
-        ({"schedule": "linear", "decay_share": 0.5}, "decay_share has no effect with schedule 'linear'; remove it or"),
+        ({"schedule": "linear", "decay_share": 0.5}, "decay_share has no effect with schedule 'linear'. Remove it, or"),
         ({"schedule": "inverse_sqrt", "min_lr_ratio": 0.5, "warmup_steps": 1}, "min_lr_ratio has no effect"),
-        ({"schedule": "inverse_sqrt"}, "needs warmup_steps to fall from"),
+        ({"schedule": "inverse_sqrt"}, "needs warmup_steps, because"),
         ({"muon": {"momentum": 0.9}}, "optim.muon has no effect with optimizer 'adamw'"),
         ({"ema": {"decay": 1.0}}, "below 1"),
         ({"lr_of": {"vision": "0.1x"}}, "give a learning rate, such as 2.0e-6, or a factor of optim.lr"),
-        ({"lr_of": {"vision": 0.0}}, "what is not to learn belongs in model.freeze"),
+        ({"lr_of": {"vision": 0.0}}, "To freeze a part, name it in model.freeze"),
     ],
 )
 def test_a_setting_without_effect_is_an_error(settings, words):

@@ -90,7 +90,8 @@ class Evaluation:
         tokens, pairs = sum(part.tokens for part in parts), sum(part.pairs for part in parts)
         if pairs and not all(part.pairs for part in parts):
             raise DataError(
-                "samples whose answers are compared and others are evaluated apart: their losses have no common mean."
+                "samples with compared answers and other samples must be evaluated apart, because their losses have no "
+                "common mean."
             )
         loss = sum(part.loss * (part.pairs or part.tokens) for part in parts) / (pairs or tokens)
         margin = sum(part.margin * part.pairs for part in parts) / max(pairs, 1)
@@ -223,7 +224,7 @@ class EvalSet:
         # each sample is encoded once; an evaluation must see all of them, so none may exceed a pack
         encoded = [encoder.encode(sample) for sample in samples]
         if not encoded:
-            raise DataError("there is no held-out sample to evaluate; data.eval must hold at least one.")
+            raise DataError("there is no held-out sample to evaluate. data.eval must hold at least one sample.")
         for sample in encoded:
             if not budget.holds(sample.size):
                 raise DataError(over_budget(f"{sample.where}: the held-out sample", sample.size, budget))

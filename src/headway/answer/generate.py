@@ -50,14 +50,19 @@ class Decoding:
 
     def __post_init__(self) -> None:
         if self.temperature < 0:
-            raise ConfigError(f"The temperature is {self.temperature:g}; it is 0 for the most likely token, or more.")
+            raise ConfigError(
+                f"The temperature is {self.temperature:g}, but must be 0 or more. With 0 Headway always takes the "
+                "most likely token."
+            )
         if self.temperature == 0 and (self.top_p is not None or self.top_k is not None):
             raise ConfigError(
                 "top-p and top-k have no effect at temperature 0, which always takes the most likely token. Give a "
                 "temperature such as 0.7."
             )
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ConfigError(f"top-p is {self.top_p:g}; it is a share of the probability, above 0 and at most 1.")
+            raise ConfigError(
+                f"top-p is {self.top_p:g}, but must be above 0 and at most 1. It is a share of the probability."
+            )
 
 
 @dataclass(frozen=True)

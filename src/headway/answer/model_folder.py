@@ -108,8 +108,8 @@ def find_model(name: str, base: str | None = None, *, best: bool = False, averag
     elif average is not None:
         raise ConfigError(
             Argument("ema", True),
-            f" chooses between the weights of a checkpoint and their average, and {name} is no run and no checkpoint. "
-            "Leave it out.",
+            f" chooses between the weights of a checkpoint and their average, but {name} is no run and no "
+            "checkpoint. Leave the option out.",
         )
     elif (path / ADAPTER_CONFIG).is_file():
         return ModelLocation(str(path), "adapters", base or _base_of(path), run)
@@ -137,14 +137,14 @@ def _base_of(folder: Path) -> str:
         raise CheckpointError(f"{path} cannot be read: {error}. Export the adapters again.") from error
     if not isinstance(base, str) or not base:
         raise CheckpointError(
-            f"{path} does not name the model that the adapters belong to. Give it with ",
+            f"{path} does not name the model that the adapters belong to. Give the model with ",
             Argument("base", example="MODEL"),
             ".",
         )
     if not Path(base).exists() and (Path(base).is_absolute() or base.startswith(".") or base.count("/") > 1):
         raise CheckpointError(
-            f"The adapters in {folder} belong to the model {base}, which is not there any more. Put it back, or give "
-            "its folder with ",
+            f"The adapters in {folder} belong to the model {base}, which is no longer there. Put the model back, or "
+            "give its folder with ",
             Argument("base", example="MODEL"),
             ".",
         )
@@ -190,8 +190,8 @@ def open_model(
         model = load_model(location.path, dtype=dtype, device=device)
     if for_generation and is_scorer(model.config):
         raise ConfigError(
-            f"{location.path} is a reward model, which scores answers and writes none: headway evaluate compares its "
-            "scores of pairs. Give a model that writes."
+            f"{location.path} is a reward model, which scores answers but writes none. Compare its scores of pairs "
+            "with headway evaluate, or give a model that writes."
         )
     # generation needs no attention over packs, unless the model's family lays out packs for it too
     if for_generation and not lays_out_packs(model.config):

@@ -117,7 +117,7 @@ def export(
         CheckpointError: the checkpoint cannot be read or holds a link, or the disk refuses.
     """
     if exists(place(folder)):
-        raise UsageError(f"{shown(folder)} exists already; give another folder, or delete it first.")
+        raise UsageError(f"{shown(folder)} exists already. Give another folder, or delete this one first.")
     checkpoint.refuse_links()
     saved = saved_tensors(checkpoint.folder)
     average = hands_out_average(checkpoint, saved, average)
@@ -129,7 +129,7 @@ def export(
         add_saved_adapters(model, checkpoint.model_folder)
     elif merge_adapters:
         raise UsageError(
-            f"the checkpoint {checkpoint.folder} holds no adapters to merge; leave ",
+            f"the checkpoint {checkpoint.folder} holds no adapters to merge. Leave ",
             Argument("merge_adapters"),
             " out.",
         )
@@ -181,20 +181,20 @@ def find_checkpoint_in(path: Path, *, best: bool = False) -> Checkpoint:
     elif (newest := latest_checkpoint(path / CHECKPOINTS)) is not None:
         checkpoint = newest
     else:
-        raise UsageError(f"{path} holds no checkpoint; give a run folder, or one of the folders in its checkpoints/.")
+        raise UsageError(f"{path} holds no checkpoint. Give a run folder, or one of the folders in its checkpoints/.")
     checkpoint.check()
     return checkpoint
 
 
 def _best_of(run: Path) -> Checkpoint:
     if not (run / CHECKPOINTS).is_dir():
-        raise UsageError(Argument("best", True), f" takes a run folder, and {run} holds no {CHECKPOINTS}/.")
+        raise UsageError(Argument("best", True), f" takes a run folder, but {run} holds no {CHECKPOINTS}/.")
     checkpoint = best_checkpoint(run / CHECKPOINTS)
     if checkpoint is None:
         raise UsageError(
             Argument("best", True),
-            f" finds no checkpoint of the best evaluation in {run}: it is kept from the first evaluation on where the "
-            "run has checkpoint.keep_best. Without it, the newest checkpoint is taken.",
+            f" finds no checkpoint of the best evaluation in {run}. Headway keeps this checkpoint only if the run "
+            "sets checkpoint.keep_best and has evaluated. Leave the option out to take the newest checkpoint.",
         )
     return checkpoint
 

@@ -121,8 +121,8 @@ class Checkpoint:
         for path in self.folder.rglob("*"):
             if path.is_symlink():
                 raise CheckpointError(
-                    f"the checkpoint {self.folder} holds a link, {path.relative_to(self.folder)}, and headway writes "
-                    "none. Put the file itself in its place."
+                    f"the checkpoint {self.folder} holds a link, {path.relative_to(self.folder)}, but Headway writes "
+                    "no links. Replace the link by the file itself."
                 )
 
 
@@ -203,9 +203,11 @@ def with_way_out(error: CheckpointError, damaged: Path) -> CheckpointError:
         except CheckpointError:
             continue
         return CheckpointError(
-            f"{error} The newest whole checkpoint before it is {earlier}; delete {damaged} to resume from there."
+            f"{error} The newest complete checkpoint before it is {earlier}. Delete {damaged} to resume from there."
         )
-    return CheckpointError(f"{error} There is no whole checkpoint before it; start the run anew.")
+    return CheckpointError(
+        f"{error} There is no complete checkpoint before it. Start the run again from the beginning."
+    )
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
@@ -220,7 +222,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         version = manifest["schema_version"]
         if version != SCHEMA_VERSION:
             raise CheckpointError(
-                f"the checkpoint {folder} has version {version}; this headway reads {SCHEMA_VERSION}. "
+                f"the checkpoint {folder} has version {version}, but this Headway reads version {SCHEMA_VERSION}. "
                 + ("Its folder is a model folder: start a new run with model.path set to it." if version == 1 else "")
             )
         checkpoint = Checkpoint(
@@ -234,7 +236,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         nonsense = _nonsense(checkpoint)
     except FileNotFoundError as error:
         raise CheckpointError(
-            f"the checkpoint {folder} is half written or copied in part: it has no {MANIFEST}."
+            f"the checkpoint {folder} was written or copied only in part, because it has no {MANIFEST}."
         ) from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"the checkpoint {folder} is damaged: its {MANIFEST} cannot be read.") from error
@@ -281,8 +283,8 @@ def refuse_half_written(folder: Path) -> None:
     if (folder / MANIFEST).exists() or _STEP_FOLDER.fullmatch(folder.name.removeprefix(".").removesuffix(".writing")):
         open_checkpoint(folder)
         raise CheckpointError(
-            f"{folder} is a checkpoint in pieces, no model folder. Make one of it with "
-            f"`headway export {folder} FOLDER`, or continue its run with `headway train --resume`."
+            f"{folder} is a checkpoint in pieces and no model folder. Write a model folder with `headway export "
+            f"{folder} FOLDER`, or continue the run with `headway train --resume`."
         )
 
 

@@ -32,7 +32,7 @@ _EXPORTED = re.compile(
     r"|vocab\.txt|merges\.txt|(tokenizer|spiece|sentencepiece\.bpe)\.model"
     r"|chat_template\.jinja|additional_chat_templates/[^/]+\.jinja"
 )
-_TOKEN = "HF_TOKEN names one in the environment, `hf auth login` stores one; huggingface.co/settings/tokens makes it"
+_TOKEN = "set HF_TOKEN or run `hf auth login`, with a token from huggingface.co/settings/tokens"
 
 
 @dataclass(frozen=True)
@@ -69,19 +69,21 @@ def find_repo(name: str, *, private: bool, update: bool) -> HubRepo:
     if (obstacle := hub.obstacle_to_hub()) is not None:
         raise HubError(f"the Hub is out of reach: {obstacle}. Nothing was made or sent.")
     if get_token() is None:
-        raise UsageError(Argument("push_to_hub", name), f" needs a token that may write, and there is none: {_TOKEN}.")
+        raise UsageError(
+            Argument("push_to_hub", name), f" needs a token that may write, but there is no token: {_TOKEN}."
+        )
     api = HfApi()
     with _hub_errors(name, "Nothing was made or sent."):
         user: Any = api.whoami()
         if not isinstance(user, dict) or not isinstance(user.get("name"), str):  # a portal's page, or another service
-            raise ValueError(f"{hub.endpoint()} answers with no account; HF_ENDPOINT names the Hub's address")
+            raise ValueError(f"{hub.endpoint()} answers without an account. HF_ENDPOINT sets the Hub's address")
         if _role(user) == "read":
-            raise HubError(f"the token of {user['name']} may only read. Take one that may write: {_TOKEN}.")
+            raise HubError(f"the token of {user['name']} may only read. Use a token that may write: {_TOKEN}.")
         repo_id = name if "/" in name else f"{user['name']}/{name}"
         is_there = api.repo_exists(repo_id)
     page = f"{hub.endpoint()}/{repo_id}"
     if is_there and not update:
-        message = f" is taken: {page} is there already. Give another name, or "
+        message = f" is taken: {page} exists already. Give another name, or "
         raise UsageError(
             Argument("push_to_hub", name), message, Argument("update", True), ", which adds a commit to it."
         )
@@ -89,7 +91,7 @@ def find_repo(name: str, *, private: bool, update: bool) -> HubRepo:
         raise UsageError(f"there is no repository {repo_id} to update. Leave ", Argument("update", True), " out.")
     if is_there and private:
         advice = f"Leave it out, or change it in the settings of {page}."
-        raise UsageError(Argument("private", True), f" has no effect on {repo_id}, which is there already. {advice}")
+        raise UsageError(Argument("private", True), f" has no effect, because {repo_id} exists already. {advice}")
     return HubRepo(repo_id, is_there)
 
 
@@ -99,10 +101,10 @@ def refuse_local_base(folder: Path) -> None:
     base = json.loads(path.read_text(encoding="utf-8")).get("base_model_name_or_path") if path.is_file() else None
     if base is not None and (Path(base).exists() or Path(base).is_absolute() or base.count("/") != 1):
         raise UsageError(
-            f"the adapters belong to the model {base}, a folder of this machine that nobody else has. Add them into "
-            "its weights with ",
+            f"the adapters belong to the model {base}, which is a folder of this machine, so others cannot use the "
+            "adapters. Merge the adapters into its weights with ",
             Argument("merge_adapters", True),
-            ", or train with the base model's name on the Hub as model.path.",
+            ", or set model.path to the base model's name on the Hub and train again.",
         )
 
 
@@ -117,7 +119,7 @@ def files_to_send(folder: Path) -> tuple[list[str], list[str]]:
     for name in sent:
         if (folder / name).is_symlink() or (folder / name).parent.is_symlink():
             raise UsageError(
-                f"{folder} holds a link, {name}, and a link is not sent. Put the file itself in its place."
+                f"{folder} holds a link, {name}, but links are not sent. Replace the link by the file itself."
             )
     if not sent:
         raise UsageError(f"{folder} holds no file of a model.")
@@ -142,7 +144,7 @@ def push(folder: Path, repo: HubRepo, *, private: bool, message: str) -> str:
     api = HfApi()
     sent, _ = files_to_send(folder)
     command = f"headway export {folder} {Argument('push_to_hub', repo.repo_id)}"
-    way_on = "The model in {} is complete and stays there; `{}` sends it again."
+    way_on = "The model in {} is complete and stays there. Send the model again with `{}`."
     if not repo.is_there:
         with _hub_errors(repo.repo_id, way_on.format(folder, command)):
             api.create_repo(repo.repo_id, private=True if private else None)
@@ -183,8 +185,8 @@ def _reason(error: BaseException, name: str) -> str:
     message = f" ({words})" if words else ""
     reasons = {
         401: f"the Hub does not know the token{message}. {_TOKEN}.",
-        403: f"the token may not write to {name}{message}. Take a name of your own or of your organisation, or another "
-        f"token: {_TOKEN}.",
+        403: f"the token may not write to {name}{message}. Use a name of your own or of your organisation, or "
+        f"another token: {_TOKEN}.",
         404: f"the Hub has no {name} that this token may see{message}.",
         409: f"{name} is taken by now{message}.",
     }

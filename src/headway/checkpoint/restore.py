@@ -178,8 +178,8 @@ def hands_out_average(checkpoint: Checkpoint, saved: Collection[str], asked_for:
     is_there = any(name.startswith(AVERAGE) for name in saved)
     if asked_for and not is_there:
         raise UsageError(
-            f"the checkpoint {checkpoint.folder} holds no moving average of the weights; train with optim.ema, or "
-            "take the weights themselves."
+            f"the checkpoint {checkpoint.folder} holds no moving average of the weights. Train with optim.ema, or "
+            "use the weights themselves."
         )
     return asked_for if asked_for is not None else is_there and bool(checkpoint.position().get(JUDGES_AVERAGE, True))
 
@@ -195,7 +195,8 @@ def check_architecture(checkpoint: Checkpoint, saved: Mapping[str, torch.Size], 
     if theirs == ours:
         return
     differing = [
-        f"{name.removeprefix(WEIGHTS)} is {_shape(theirs.get(name))} there and {_shape(ours.get(name))} here"
+        f"{name.removeprefix(WEIGHTS)} is {_shape(theirs.get(name))} in the checkpoint and "
+        f"{_shape(ours.get(name))} in this model"
         for name in sorted(ours.keys() | theirs.keys())
         if ours.get(name) != theirs.get(name)
     ]
@@ -237,8 +238,8 @@ def read_tensors(folder: Path, targets: dict[str, torch.Tensor]) -> None:
         if isinstance(inner, CheckpointError):
             raise inner from error
         raise CheckpointError(
-            f"the checkpoint {folder} cannot be read: {inner}. It lacks what this configuration keeps; set optim back "
-            "as it was, or start a new run from its exported weights."
+            f"the checkpoint {folder} cannot be read: {inner}. The checkpoint lacks optimizer states that this "
+            "configuration needs. Set optim back, or start a new run from the exported weights."
         ) from inner
 
 

@@ -283,8 +283,8 @@ class CheckpointSaver:
             if self._ranks.is_first:
                 shutil.rmtree(temporary, ignore_errors=True)  # a full disk needs the room
             raise CheckpointError(
-                f"cannot write the checkpoint of step {step} to {shown(self._root)}: {reason}. "
-                "Make room or give another run.folder; earlier checkpoints are untouched."
+                f"cannot write the checkpoint of step {step} to {shown(self._root)}: {reason}. Earlier checkpoints "
+                "are untouched. Make room, or give another run.folder."
             ) from error
         checkpoint = open_checkpoint(folder)
         export = self._export

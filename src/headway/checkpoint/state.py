@@ -111,9 +111,9 @@ def _page_locked(num_bytes: int) -> torch.Tensor:
         cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         if int(cudart.cudaHostRegister(block.data_ptr(), num_bytes, 0)):
             raise CheckpointError(
-                f"a checkpoint is copied to {num_bytes / 2**30:.1f} GiB of page-locked host memory, which is not to be "
-                "had. Lower data.prefetch_bytes, spread the run over more machines, or set checkpoint.asynchronous "
-                "to false: training then waits until the files are written, and no copy is made."
+                f"a checkpoint needs {num_bytes / 2**30:.1f} GiB of page-locked host memory for a copy, but that "
+                "much is not free. Lower data.prefetch_bytes, use more machines, or set checkpoint.asynchronous to "
+                "false. Headway then makes no copy, and training waits until the files are written."
             )
         weakref.finalize(block, cudart.cudaHostUnregister, block.data_ptr()).atexit = False
     return block
@@ -175,5 +175,5 @@ def restore_random_state(state: dict[str, Any]) -> None:
             torch.cuda.set_rng_state(state["cuda"])
     except (TypeError, ValueError, KeyError, OverflowError, RuntimeError) as error:
         raise CheckpointError(
-            f"the checkpoint's random generators cannot be restored: {error!r}. Resume from another one."
+            f"the checkpoint's random generators cannot be restored: {error!r}. Resume from another checkpoint."
         ) from error

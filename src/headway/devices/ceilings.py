@@ -117,10 +117,14 @@ def matmul_ceiling(
     names = DTYPES.get(device.type)
     if names is None or dtype_name not in names:
         measured = "; ".join(f"{kind} in {', '.join(dtypes)}" for kind, dtypes in DTYPES.items())
-        raise UnknownDeviceError(f"No ceiling is measured for {device.type} in {dtype_name!r}; known are {measured}.")
+        raise UnknownDeviceError(
+            f"Headway cannot measure the ceiling of {device.type} in {dtype_name!r}. It can measure {measured}."
+        )
     if dtype_name not in dtypes_of(device):
         has = ", ".join(dtypes_of(device))
-        raise UnknownDeviceError(f"{report(device).name} has no {dtype_name} products to measure; it has {has}.")
+        raise UnknownDeviceError(
+            f"{report(device).name} has no {dtype_name} products to measure. The device has {has}."
+        )
     dtype = TORCH_NAMES.get(dtype_name, "float32")
 
     def measure() -> list[Measurement]:
@@ -153,7 +157,7 @@ def copy_ceiling(
 
     device = torch.device(device)
     if device.type not in _SIZES:
-        raise UnknownDeviceError(f"No copy is measured on {device.type}; known are {', '.join(_SIZES)}.")
+        raise UnknownDeviceError(f"Headway cannot measure copies on {device.type}, only on {', '.join(_SIZES)}.")
     return cached_ceiling(
         device, COPY, lambda: sweep_copy(device, _SIZES[device.type], _BUDGET), refresh=refresh, warn=warn
     )
@@ -192,7 +196,7 @@ def _best_square(dtype_name: str, num_threads: int) -> Peak:
     if dtype_name not in dtypes:
         raise UnknownDeviceError(
             f"The CPU's ceiling can be measured in {', '.join(dtypes)}, not in {dtype_name!r}. Compute in one of "
-            f"those, or state the rate yourself: {OVERRIDE_VARIABLE}=<FLOP/s>."
+            f"these dtypes, or state the rate yourself: {OVERRIDE_VARIABLE}=<FLOP/s>."
         )
     # sweeps until the rates settle, for as long as other work may keep the cores busy
     shapes = [(size, size, size) for size in _SQUARES]
@@ -206,10 +210,10 @@ def _best_square(dtype_name: str, num_threads: int) -> Peak:
     if not is_settled(measurements):
         per_thread = single_thread_rate(dtypes[dtype_name], shapes[:3], _QUICK)  # [FLOP/s]
         warnings.warn(
-            f"The peak of this CPU is unsure: for {_PATIENCE_S:g} s other work kept its cores busy, and {threads} "
-            f"reached {best.best_per_s:.3g} FLOP/s in {dtype_name}. It is taken as {num_threads} x the "
-            f"{per_thread:.3g} FLOP/s of one thread by its processor time. State it with {OVERRIDE_VARIABLE}=<FLOP/s>, "
-            "or measure when nothing else runs.",
+            f"The peak of this CPU is uncertain, because for {_PATIENCE_S:g} s other work kept its cores busy. In "
+            f"that time {threads} reached {best.best_per_s:.3g} FLOP/s in {dtype_name}. Headway takes {num_threads} "
+            f"x the {per_thread:.3g} FLOP/s of one thread by its processor time. State the peak with "
+            f"{OVERRIDE_VARIABLE}=<FLOP/s>, or measure while nothing else runs.",
             stacklevel=2,
         )
         source = f"estimated at start, other work was running: {dtype_name} matmul of 1 thread x {num_threads}"
@@ -278,13 +282,13 @@ def cached_ceiling(
             if cached.is_settled:
                 return cached
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            warn(f"The cached ceiling {path} is damaged ({error!r}); it is measured again and replaced.")
+            warn(f"The cached ceiling {path} is damaged ({error!r}). Headway measures again and replaces the file.")
     ceiling = Ceiling(key["name"], what, tuple(measure()), datetime.now(UTC), is_cached=False)
     try:
         record = json.dumps(_to_record(ceiling, key)).encode()
         write_whole(path, lambda file: file.write(record))
     except OSError as error:
-        warn(f"The ceiling cannot be kept in {path.parent} ({error}); the next call measures again.")
+        warn(f"The ceiling cannot be kept in {path.parent} ({error}). The next call measures again.")
     return ceiling
 
 
@@ -298,7 +302,7 @@ def _to_record(ceiling: Ceiling, key: dict[str, Any]) -> dict[str, Any]:
 
 def _from_record(record: dict[str, Any], key: dict[str, Any]) -> Ceiling:
     if record["key"] != key:
-        raise ValueError("it is another device's")
+        raise ValueError("it belongs to another device")
     measurements = tuple(
         Measurement(
             tuple(map(int, entry["shape"])),

@@ -56,7 +56,7 @@ def peak_for(device: "torch.device | str", dtype: "torch.dtype | str") -> Peak:
         device = torch.device(device)
     except RuntimeError as error:  # torch lists its types of devices, and not what to call with another name
         raise UsageError(
-            f"{device!r} is no device of this process, such as 'cuda' or 'cpu'. The peak of a device by its name is "
+            f"{device!r} is no device of this process, such as 'cuda' or 'cpu'. To look up a peak by name, call "
             f"headway.devices.named_peak({str(device)!r}, 'bf16')."
         ) from error
     if isinstance(dtype, str) and f"torch.{dtype}" in _DTYPE_NAMES:
@@ -178,8 +178,8 @@ def weighted_peak(flops: Mapping[str, float], device: "torch.device | str") -> P
     total = sum(flops.values())
     if not (total > 0 and math.isfinite(total) and all(count >= 0 for count in flops.values())):
         raise UsageError(
-            f"{dict(flops)} holds no FLOPs to weight a peak with. Give the FLOPs of a step by dtype, none negative and "
-            'one above zero, such as {"fp8": 3e15, "bf16": 1e15}.'
+            f"{dict(flops)} holds no FLOPs to weight a peak with. Give the FLOPs of a step by dtype. No count may be "
+            'negative, and one must be above zero, such as {"fp8": 3e15, "bf16": 1e15}.'
         )
     is_name = isinstance(device, str) and device.partition(":")[0] not in _TORCH_TYPES
     used = {dtype: count for dtype, count in flops.items() if count}
@@ -203,7 +203,7 @@ def dtype_label(dtype: "torch.dtype", device: "torch.device") -> str:
 
     label = _DTYPE_NAMES.get(str(dtype))
     if label is None:
-        raise UnknownDeviceError(f"No peak is kept for {dtype}; known are {', '.join(_DTYPE_NAMES)}.")
+        raise UnknownDeviceError(f"Headway has no peak for {dtype}. Known dtypes are {', '.join(_DTYPE_NAMES)}.")
     if label == "fp32" and device.type == "cuda" and torch.get_float32_matmul_precision() != "highest":
         return "tf32"
     return label
@@ -227,8 +227,8 @@ def _peak(device: Device, name: str, dtype_name: str) -> Peak:
     if dtype_name not in rates:
         spelling = "" if dtype_name in DTYPES else f" Dtypes are called {', '.join(DTYPES)}."
         raise UnknownDeviceError(
-            f"{name} has no dense {dtype_name} figure; its datasheet gives {', '.join(rates)}.{spelling} Compute in "
-            f"one of those, or state the peak yourself: {way_out(f'of one device in {dtype_name}')}."
+            f"{name} has no dense {dtype_name} figure. Its datasheet gives {', '.join(rates)}.{spelling} Compute in "
+            f"one of these dtypes, or state the peak yourself: {way_out(f'of one device in {dtype_name}')}."
         )
     source = f"{device.source}, read {device.read_on}"
     if device.is_shipped:
@@ -249,8 +249,8 @@ def _stated_rate(text: str) -> float:
     if value < _SLOWEST_FLOPS_PER_S:
         raise UsageError(
             Argument("device", text),
-            f" is not a known device (`headway devices` lists them), and as a rate {value:g} FLOP/s is slower than any "
-            "computer. State the rate of one device in FLOP/s, for example ",
+            f" is not a known device (`headway devices` lists them). As a rate, {value:g} FLOP/s would be slower "
+            "than any computer. State the rate of one device in FLOP/s, for example ",
             Argument("device", example="989.4e12"),
             ".",
         )

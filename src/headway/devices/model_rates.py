@@ -93,8 +93,8 @@ def model_rates(
     where = torch.device(device)
     if where.type not in _LENGTHS or dtype_name not in ("fp32", "bf16", "fp16"):
         raise UnknownDeviceError(
-            f"Rates of a model are measured on cpu, cuda and mps in fp32, bf16 and fp16, not on {where.type} in "
-            f"{dtype_name!r}."
+            "Headway measures the rates of a model on cpu, cuda and mps in fp32, bf16 and fp16, but not on "
+            f"{where.type} in {dtype_name!r}."
         )
     dtype = getattr(torch, TORCH_NAMES.get(dtype_name, "float32"))
 

@@ -90,8 +90,8 @@ def matches(reported: ReportedDevice) -> list[Device]:
     """
     if _MIG.search(reported.name):
         raise UnknownDeviceError(
-            f"{reported.name!r} is a slice of a card (a multi-instance GPU), and the whole card's peak would be wrong "
-            f"for it. State the slice's own: {way_out('of the slice')}."
+            f"{reported.name!r} is a slice of a card (a multi-instance GPU), so the peak of the whole card would be "
+            f"wrong. State the peak of the slice: {way_out('of the slice')}."
         )
     devices = [device for device in all_devices() if reported.name in device.names]
     if not devices:
@@ -100,8 +100,9 @@ def matches(reported: ReportedDevice) -> list[Device]:
     if not fitting:
         choices = " or ".join(f"{device.key} with {properties(device)}" for device in devices)
         raise UnknownDeviceError(
-            f"{reported.name!r} reports {properties(reported)}, but known under that name is {choices}. A partition, a "
-            f"virtual GPU or another card has another peak; state it: {way_out('of this device')}."
+            f"{reported.name!r} reports {properties(reported)}, but the known device of that name is {choices}. A "
+            "partition, a virtual GPU or another card has another peak. State that peak: "
+            f"{way_out('of this device')}."
         )
     return fitting
 
@@ -167,13 +168,13 @@ def unknown_device(name: str, *, typed: bool = False) -> UnknownDeviceError:
             text for text, other in numbers.items() if other and (number.startswith(other) or other.startswith(number))
         ]
         nearest = [spoken[text] for text in difflib.get_close_matches(name.lower(), near, n=3, cutoff=0.6)]
-    hint = f" Did you mean {', '.join(nearest)}? Those that only look alike are other devices." if nearest else ""
+    hint = f" Did you mean {', '.join(nearest)}? Devices with similar names may have other peaks." if nearest else ""
     called = [d.names[0] for d in all_devices() if name.lower() in {alias.lower() for alias in d.aliases}]
     if called:  # good enough from a person, not from a driver
-        hint = f" It is what people call {' or '.join(called)}; what is needed here is the name that a driver reports."
+        hint = f" This is a common name of {' or '.join(called)}, but Headway needs the name that a driver reports."
     return UnknownDeviceError(
-        f"The peak of {name!r} is not known, and a guess would make every MFU wrong.{hint} `headway devices` lists the "
-        f"known ones. Add the device, or state its peak: {way_out('of one device in the dtype of the step')}."
+        f"The peak of {name!r} is not known, and a guess would make every MFU wrong.{hint} `headway devices` lists "
+        f"the known ones. Add the device, or state its peak: {way_out('of one device in the dtype of the step')}."
     )
 
 
@@ -191,8 +192,8 @@ def ambiguous(name: str, devices: Sequence[Device]) -> UnknownDeviceError:
     """Say that several devices have a name, and how they differ."""
     choices = " or ".join(f"{device.key} ({properties(device)})" for device in devices)
     return UnknownDeviceError(
-        f"{name!r} is the name of {len(devices)} different devices, and only their properties tell them apart: "
-        f"{choices}. Name the one you mean by its key."
+        f"{name!r} is the name of {len(devices)} different devices, which differ only in their properties: "
+        f"{choices}. Name your device by its key."
     )
 
 

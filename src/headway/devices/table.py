@@ -172,7 +172,9 @@ def _parse_device(key: str, entry: Any, file: str, origin: str) -> Device:
 
     # the source of its numbers, and when they were read there
     if not isinstance(entry["source"], str) or not entry["source"].strip():
-        raise ConfigError(f"{where}: source = {entry['source']!r} is no text. Say where the numbers stand.")
+        raise ConfigError(
+            f"{where}: source = {entry['source']!r} is no text. Name the document that states the numbers."
+        )
     _check_date(entry, "read_on", where)
 
     # GB is 10**9 bytes, as vendors print it
@@ -242,7 +244,9 @@ def _check_source(entry: Mapping[str, Any], numbers: Sequence[str], needed: Sequ
         raise ConfigError(f"{where}: {keys[0]} needs {' and '.join(missing)} beside it.")
     *_, source, read_on = needed
     if not isinstance(entry[source], str) or not entry[source].strip():
-        raise ConfigError(f"{where}: {source} = {entry[source]!r} is no text. Say where {numbers[0]} stands.")
+        raise ConfigError(
+            f"{where}: {source} = {entry[source]!r} is no text. Name the document that states {numbers[0]}."
+        )
     _check_date(entry, read_on, where)
 
 
@@ -250,7 +254,9 @@ def _shares(entry: Mapping[str, Any], where: str) -> tuple[tuple[float, float, f
     """Read the shares of the peak that products and attention reach, which need a source of their own."""
     products, attention, source = entry.get("products"), entry.get("attention", {}), entry.get("rates_source")
     if any(name in entry for name in _RATES) and (not isinstance(source, str) or not source.strip()):
-        raise ConfigError(f"{where}: products and attention need rates_source beside them. Say where the shares stand.")
+        raise ConfigError(
+            f"{where}: products and attention need rates_source beside them. Name the document that states the shares."
+        )
     if products is not None:
         numbers = [_share(value) for value in products] if isinstance(products, list) else []
         if len(numbers) != 3 or None in numbers or sorted(products, reverse=True) != products:
@@ -290,7 +296,7 @@ def _check_keys(entry: Mapping[str, Any], where: str) -> None:
             raise ConfigError(f"{where}: unknown key {name!r}.{meant} Known are {', '.join(_KEYS)}.")
     missing = [name for name in ("tflops", "source", "read_on") if name not in entry]
     if missing:
-        raise ConfigError(f"{where}: {' and '.join(missing)} missing; a peak without cannot be defended.")
+        raise ConfigError(f"{where}: {' and '.join(missing)} missing. A device needs tflops, source and read_on.")
 
 
 def _texts(entry: Mapping[str, Any], name: str, where: str) -> tuple[str, ...]:
@@ -314,7 +320,7 @@ def _rates(value: Any, name: str, where: str) -> dict[str, float]:
         raise ConfigError(f"{where}: {name} = {value!r} is no table of dense TFLOP/s, such as {{ bf16 = 989.4 }}.")
     for dtype in value:
         if dtype not in DTYPES:
-            raise ConfigError(f"{where}: {name} has an unknown dtype {dtype!r}; known are {', '.join(DTYPES)}.")
+            raise ConfigError(f"{where}: {name} has an unknown dtype {dtype!r}. Known dtypes are {', '.join(DTYPES)}.")
     # the product of a decimal fraction and 10**12 is a whole number of FLOP/s, which binary floats miss by a little
     return {dtype: float(round(rate * 1e12)) for dtype in value if (rate := _number(value, dtype, f"{where}, {name}"))}
 

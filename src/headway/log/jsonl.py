@@ -71,8 +71,8 @@ class LineFile:
             lock(self._file, self.path)
         except BlockingIOError as error:
             raise ConfigError(
-                f"{self.path} is being written to, by another process or another part of this one. Let one, such as "
-                "rank 0, keep it, or wait until the other has closed it, or give another path."
+                f"{self.path} is open for writing already, in another process or in another part of this one. Write "
+                "records on one rank only, wait until the file is closed, or give another path."
             ) from error
 
     def _repair(self) -> None:
@@ -80,8 +80,8 @@ class LineFile:
         self._file.seek(0)
         if size and as_object(self._file.readline()) is None:
             raise ConfigError(
-                f"{self.path} begins with something other than a JSON object, so it is not a file of records to go on "
-                "with. Give another path, or move the file away."
+                f"{self.path} does not begin with a JSON object, so records cannot be appended. Give another path, "
+                "or move the file away."
             )
         _mend_end(self._file)
 
@@ -160,8 +160,8 @@ def lock(file: FileIO, path: Path, *, waits: bool = False) -> bool:
         raise
     except OSError as error:
         warnings.warn(
-            f"{path} lies on a file system without locks ({error.strerror}): a second process that writes to it would "
-            "not be noticed.",
+            f"{path} lies on a file system without locks ({error.strerror}), so Headway would not notice a second "
+            "process that writes to this file.",
             RuntimeWarning,
             stacklevel=4,
         )

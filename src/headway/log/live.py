@@ -47,7 +47,7 @@ class LiveSink(Sink):
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if every < 1:
-            raise UsageError(f"every={every} is not a number of records; 1 shows each of them.")
+            raise UsageError(f"every={every} is not a number of records. Give 1 to show every record.")
         self._num_steps, self._every, self._left = num_steps, every, TimeLeft(num_steps, clock)
         self._console = console or shared_console()
         self._live: Live | None = None
@@ -57,7 +57,7 @@ class LiveSink(Sink):
     def parse(cls, place: str) -> "LiveSink":
         """Open from "" or "STEPS"."""
         if place and not place.isdecimal():
-            raise ConfigError(f"live:{place} names no number of steps; give live, or live:1000 to see the time left.")
+            raise ConfigError(f"live:{place} names no number of steps. Give live, or live:1000 to see the time left.")
         return cls(int(place) if place else None)
 
     def write(self, record: Mapping[str, Any]) -> None:

@@ -405,7 +405,7 @@ def records_of(lines: Iterable[bytes], source: object) -> Iterator[dict[str, Any
     for number, line in enumerate(lines, start=1):
         if number_of_unreadable:
             raise LogError(
-                f"{source}, line {number_of_unreadable} is no record that can be read. Repair or delete the line, then "
+                f"{source}, line {number_of_unreadable} cannot be read as a record. Repair or delete the line, then "
                 "try again."
             )
         record = reader.read(line)

@@ -43,7 +43,7 @@ def flatten(record: Mapping[str, Any]) -> dict[str, Scalar]:
     """
     step = record.get("step")
     if not isinstance(step, int) or isinstance(step, bool):
-        raise UsageError(f"a record needs an integer 'step' to be filed under; this one has step={step!r}.")
+        raise UsageError(f"a record needs an integer 'step', but this one has step={step!r}.")
     return dict(_leaves(record, ""))
 
 
@@ -59,6 +59,6 @@ def _leaves(node: Any, name: str) -> Iterator[tuple[str, Scalar]]:
     else:
         raise UsageError(
             f"the record's {name} is a {type(node).__module__}.{type(node).__name__}, which JSON cannot hold. Give a "
-            "number, a text, or nested dictionaries and lists of them; a tensor's .item() waits for the device, so "
-            "call it at log points only."
+            "number, a text, or nested dictionaries and lists of these. For a tensor call .item(), but only at log "
+            "points, because .item() waits for the device."
         )

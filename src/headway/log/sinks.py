@@ -62,7 +62,7 @@ class Sinks(Sink):
                 sink.write(record)
             except Exception as error:  # noqa: BLE001 - trackers raise anything, and none of it may end the training
                 self._sinks.remove(sink)
-                self._warn(sink, error, "It is closed; training and the other sinks go on.")
+                self._warn(sink, error, "Headway closes this sink. Training and the other sinks go on.")
                 self._close(sink)
 
     def close(self) -> None:
@@ -74,11 +74,11 @@ class Sinks(Sink):
         try:
             sink.close()
         except Exception as error:  # noqa: BLE001 - as in write
-            self._warn(sink, error, "What it still held may be lost.")
+            self._warn(sink, error, "Records that it still held may be lost.")
 
     def _warn(self, sink: Sink, error: Exception, consequence: str) -> None:
         warnings.warn(
-            f"{type(sink).__name__} failed: {type(error).__name__}: {error}. {consequence}",
+            f"{type(sink).__name__} failed: {type(error).__name__}: {str(error).rstrip('.')}. {consequence}",
             RuntimeWarning,
             stacklevel=4,
         )
@@ -177,8 +177,8 @@ def _parse(spec: str) -> tuple[str, str]:
     kind, _, place = spec.partition(":")
     if kind == "csv":
         raise ConfigError(
-            f"{spec!r}: records are not written as CSV. Write them as JSON lines, jsonl:FILE, which "
-            "pandas.read_json(FILE, lines=True) reads as a table."
+            f"{spec!r}: Headway writes no CSV. Use JSON lines, jsonl:FILE, and read the table with "
+            "pandas.read_json(FILE, lines=True)."
         )
     if kind not in _FORMS or (not place and kind in _NEEDS_PLACE):
         raise ConfigError(
@@ -187,8 +187,8 @@ def _parse(spec: str) -> tuple[str, str]:
         )
     if kind in _OF_FILES and (url := url_of(place)) is not None:
         raise ConfigError(
-            f"{spec!r}: records are appended line by line, which {url} does not take. Give a path of this machine; a "
-            "run of headway train whose run.folder is a URL sends its own records there."
+            f"{spec!r}: Headway appends records line by line, but {url} cannot be appended to. Give a path of this "
+            "machine. If run.folder is a URL, headway train sends its own records there."
         )
     return kind, place
 

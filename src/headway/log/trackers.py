@@ -106,8 +106,8 @@ class WandbSink(Tracker):
                 settings = wandb.setup().settings
                 if settings.mode == "online" and not wandb.login(prompt=False, verify=False):
                     raise ConfigError(
-                        "W&B has no key to log in with. Set WANDB_API_KEY or run `wandb login` once, or set "
-                        "WANDB_MODE=offline to keep the run on this machine and `wandb sync` it later."
+                        "W&B has no login key. Set WANDB_API_KEY, or run `wandb login` once. Or set "
+                        "WANDB_MODE=offline to keep the run on this machine, and run `wandb sync` later."
                     )
                 self._run = wandb.init(project=project, entity=entity)
             else:
@@ -189,7 +189,7 @@ class MlflowSink(Tracker):
         self._raise_failure()
         if len(self._pending) >= _MAX_PENDING:
             self._has_failed = True
-            raise TimeoutError(f"{_MAX_PENDING} records wait to be written; the store does not keep up")
+            raise TimeoutError(f"{_MAX_PENDING} records wait to be written, because the store does not keep up")
         self._pending.append(self._worker.submit(self._client.log_batch, self.run_id, metrics, tags=tags))
 
     def _raise_failure(self) -> None:
@@ -239,8 +239,8 @@ class PrometheusSink(Sink):
             except (OSError, OverflowError) as error:
                 reason = error.strerror if isinstance(error, OSError) else str(error)
                 raise ConfigError(
-                    f"the Prometheus port {host}:{port} cannot be listened on: {reason}. Give another one, a port per "
-                    "process of a machine, or 0 for one that is free."
+                    f"the Prometheus port {host}:{port} cannot be opened: {reason}. Give another port for each "
+                    "process of a machine, or 0 for any free port."
                 ) from error
         self.port: int = self._server.server_port
 
@@ -249,7 +249,7 @@ class PrometheusSink(Sink):
         """Open from "PORT" or "HOST:PORT"."""
         host, _, port = place.rpartition(":")
         if not port.isdecimal():
-            raise ConfigError(f"prometheus:{place} names no port; give prometheus:9400 or prometheus:0.0.0.0:9400.")
+            raise ConfigError(f"prometheus:{place} names no port. Give prometheus:9400 or prometheus:0.0.0.0:9400.")
         return cls(int(port), host or "127.0.0.1", rank=rank)
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -265,7 +265,9 @@ class PrometheusSink(Sink):
         for name in numbers:
             other = names.setdefault(_gauge_name(name), name)
             if other != name:
-                raise UsageError(f"{other} and {name} are both {_gauge_name(name)} to Prometheus. Rename one.")
+                raise UsageError(
+                    f"{other} and {name} would both be named {_gauge_name(name)} in Prometheus. Rename one of the two."
+                )
         self._last = {**self._last, kind: (numbers, texts)}
 
     def collect(self) -> Iterator[Any]:

@@ -45,7 +45,7 @@ def freeze(model: nn.Module, cost_model: CostModel, patterns: Sequence[str]) -> 
     for entry in frozen.parameters:
         parameters[entry.name].requires_grad_(entry.trainable)
     if not any(parameter.requires_grad for parameter in parameters.values()):
-        raise ConfigError("model.freeze leaves no parameter to train; take a pattern out.")
+        raise ConfigError("model.freeze leaves no parameter to train. Take a pattern out.")
     return frozen
 
 
@@ -75,8 +75,9 @@ def put_adapters(model: PreTrainedModel, cost_model: CostModel, settings: ModelC
     embedding: Any = model.get_input_embeddings()
     if settings.adds_tokens and lora is None and not embedding.weight.requires_grad:
         raise ConfigError(
-            "model.new_tokens get rows in the embedding, and model.freeze holds it, so they would not learn. Take it "
-            "out of model.freeze, or train adapters (model.lora), beside which new rows learn."
+            "model.new_tokens add rows to the embedding, but model.freeze freezes the embedding, so the rows would "
+            "not learn. Take the embedding out of model.freeze, or train adapters (model.lora). New rows learn "
+            "beside adapters."
         )
     if lora is None:
         return
@@ -155,7 +156,7 @@ def parameter_groups(model: nn.Module, optim: OptimConfig, cost_model: CostModel
         groups.setdefault((rule, factor, decay), []).append(parameter)
     if RULES[optim.name].only_matrices and not any(rule == optim.name for rule, _, _ in groups):
         raise ConfigError(
-            f"optim.name is {optim.name!r}, but no matrix of a hidden layer of {cost_model.name} learns; use 'adamw'."
+            f"optim.name is {optim.name!r}, but no matrix of a hidden layer of {cost_model.name} learns. Use 'adamw'."
         )
     return [
         {"params": params, "rule": rule, "lr_factor": factor, "weight_decay": decay}
@@ -175,14 +176,14 @@ def _rates(model: nn.Module, optim: OptimConfig, cost_model: CostModel) -> dict[
                 raise error.as_kind(ConfigError) from error
         if not matches & learning:
             raise ConfigError(
-                f"optim.lr_of: {pattern} matches {len(matches)} parameters of {cost_model.name}, and none of them "
-                "learns. Take it out, or take them out of model.freeze."
+                f"optim.lr_of: {pattern} matches {len(matches)} parameters of {cost_model.name}, but none of these "
+                "learns. Take the pattern out, or take the parameters out of model.freeze."
             )
         last |= dict.fromkeys(matches & learning, pattern)
     for pattern in optim.lr_of:
         if pattern not in last.values():
             raise ConfigError(
-                f"optim.lr_of: {pattern} has no effect, since later patterns match all that it does and the last one "
-                "holds. Put it after them, or take it out."
+                f"optim.lr_of: {pattern} has no effect, because later patterns match the same parameters and the "
+                "last match holds. Move this pattern behind the later ones, or take it out."
             )
     return {name: optim.lr_of[pattern] for name, pattern in last.items()}

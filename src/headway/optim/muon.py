@@ -197,8 +197,9 @@ def _layout(parameter: torch.Tensor) -> _Layout | None:
         return None
     if len(cuts) > 1 or type(parameter.placements[cuts[0][0]]) is not Shard:
         raise ConfigError(
-            f"optim.name 'muon' cannot put together the matrices of a parameter of shape {tuple(parameter.shape)} that "
-            f"is sharded as {parameter.placements}; it knows sharding over one axis of the mesh. Use 'adamw'."
+            f"optim.name 'muon' cannot put together the matrices of a parameter of shape {tuple(parameter.shape)} "
+            f"that is sharded as {parameter.placements}. Muon supports sharding over one axis of the mesh. Use "
+            "'adamw'."
         )
     axis, dim = cuts[0]
     return _Layout(mesh.get_group(axis), dim, mesh.get_local_rank(axis), mesh.size(axis), _device(parameter))

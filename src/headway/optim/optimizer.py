@@ -73,7 +73,9 @@ class Optimizer(torch.optim.Optimizer):
         outcomes = ranks.gather_all((bool(kinds), why_not(kinds, local(large[0]).device) if kinds else None))
         problem = next((problem for _, problem in outcomes if problem is not None), None)
         if problem is not None:
-            self.notes = (f"AdamW on CUDA: in float32 copies, several times slower than in one pass, as {problem}",)
+            self.notes = (
+                f"AdamW on CUDA: with float32 copies, several times slower than in one pass, because {problem}",
+            )
         elif any(has_kinds for has_kinds, _ in outcomes):
             self.one_pass_on = "cuda"
             self.notes = ("AdamW on CUDA: in one pass over weights, gradients and moments (Triton)",)

@@ -129,8 +129,8 @@ def load_scans() -> list[_Scan]:
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise DataError(
-            "the demo reads the handwritten digits that scikit-learn brings along, and scikit-learn is not installed. "
-            f"Install it with: {install_command('demo')}"
+            "the demo uses the handwritten digits of scikit-learn, but scikit-learn is not installed. Install it "
+            f"with: {install_command('demo')}"
         ) from error
     digits = load_digits()
     return [_Scan(image / 16.0, int(target)) for image, target in zip(digits.images, digits.target, strict=True)]

@@ -100,8 +100,8 @@ def _write(
     towers = {_TOWERS[kind] for kind in sorted(kinds)}
     if len(towers) > 1:
         raise DataError(
-            "The data hold sounds and pictures or videos, and small models read one or the other. Give them to models "
-            "of their own, or start from a checkpoint that reads both, such as one of Qwen2.5-Omni."
+            "The data hold sounds as well as pictures or videos, but a small model reads only one of the two. Make "
+            "one model for each, or start from a checkpoint that reads both, such as Qwen2.5-Omni."
         )
     config = _config_like(like or next((usual for _, usual in towers), TEXT))
     for tower, usual in towers:
@@ -109,8 +109,8 @@ def _write(
             media = "sounds" if tower == "audio" else "pictures or videos"
             raise ConfigError(
                 Argument("like", like),
-                f" reads no {media.replace('or', 'and')}, which the data hold. Leave it out for {usual}, or name a "
-                "type with a tower for them.",
+                f" reads no {media.replace('or', 'and')}, but the data hold some. Leave the option out for {usual}, "
+                "or name a model type that reads them.",
             )
     if any(hasattr(config, f"{part}_config") for part in ("vision", "audio")):
         processor_class(config)

@@ -125,8 +125,8 @@ def processor_class(config: PreTrainedConfig) -> str:
     """
     if config.model_type not in _PROCESSORS:
         raise ConfigError(
-            f"A small model like {config.model_type} cannot be made: how to write its small processor is known of text "
-            f"models and of {', '.join(_PROCESSORS)}."
+            f"A small model like {config.model_type} cannot be made, because Headway can write small processors only "
+            f"for text models and for {', '.join(_PROCESSORS)}."
         )
     return _PROCESSORS[config.model_type]
 
