@@ -80,10 +80,10 @@ def test_set_lays_a_yaml_value_over_the_file(minimal, override, read, expected):
         ("data.train.0.epoch=1", "unknown key 'data.train.0.epoch', did you mean 'epochs'?"),
         ("modle.path=x", "unknown key 'modle', did you mean 'model'?"),
         ("optim.lr=fast", "optim.lr = 'fast': give a number above 0, such as 0.5, 40%, 1e-3"),
-        ("optim.lr=2,5e-4", "the comma of 2,5e-4 may stand before decimals or thousands; write 2.5e-4 or 25e-4"),
-        ("optim.lr=1m", "optim.lr = '1m': 1m may be millions or thousandths; write 1M or 1e-3; give a number above 0"),
-        ("optim.warmup_steps=3%", "3% is a share, and this is a count; give a whole number"),
-        ("run.watchdog_s=2m", "2m may be minutes, milliseconds or months; write 2min or 2ms, and months in days; give"),
+        ("optim.lr=2,5e-4", "the comma of 2,5e-4 may stand before decimals or thousands. Write 2.5e-4 or 25e-4"),
+        ("optim.lr=1m", "optim.lr = '1m': 1m may be millions or thousandths. Write 1M or 1e-3. Give a number above 0"),
+        ("optim.warmup_steps=3%", "3% is a share, but this is a count. Give a whole number"),
+        ("run.watchdog_s=2m", "2m may be minutes, milliseconds or months. Write 2min or 2ms, and months in days. Give"),
         ("parallel.reduce=step", "parallel.reduce 'step' has no effect with one pack per step"),
         ("optim.lr=-1", "optim.lr = -1: must be above 0"),
         ("optim.steps=0", "optim.steps = 0: must be at least 1"),
@@ -98,11 +98,11 @@ def test_set_lays_a_yaml_value_over_the_file(minimal, override, read, expected):
         ("data.stages=[{path: a}, {path: b}]", "stage 0 needs 'epochs'"),
         (
             "data.train=[{path: a, epochs: 1}, {path: b}]",
-            "For one after the other, write data.stages instead of data.train",
+            "one after the other, write data.stages instead of data.train",
         ),
-        ("data.train=[]", "say what to train on in 'train'"),
-        ("data.train=[a, {path: b, weight: 1}]", "all have a 'weight', or all have 'epochs', or none has either"),
-        ("data.train=5", "5 is no dataset; give its path, or its settings, such as {path: chats.jsonl}"),
+        ("data.train=[]", "give the training data either in 'train'"),
+        ("data.train=[a, {path: b, weight: 1}]", "need a 'weight' each, or 'epochs' each, or neither"),
+        ("data.train=5", "5 is no dataset. Give its path, or its settings, such as {path: chats.jsonl}"),
         ("data.eval=[a, b]", "['a', 'b'] is no dataset"),
         ("data.stages.0.path=a", "data.stages is {}, which has no '0' in it"),
         ("eval.every=10", "data.eval names no file"),
@@ -117,7 +117,7 @@ def test_set_lays_a_yaml_value_over_the_file(minimal, override, read, expected):
         ("speed.recompute=full,-experts", "'full,-experts' is not none, full"),
         ("speed.recompute=memory:40", "units are KiB, MiB, GiB, TiB, KB, MB, GB, TB"),
         ("speed.compile=inductor", "speed.compile = 'inductor': give true, false or auto"),
-        ("optim.lr", "is no assignment; write section.key=value"),
+        ("optim.lr", "is no assignment. Write section.key=value"),
         ("data.train.5.path=x", "data.train has items 0 to 0, and no '5'"),
         ("optim.lr.x=1", "optim.lr is '1e-3', which has no"),
         ("optim.lr=[1", "is not YAML"),
@@ -216,7 +216,7 @@ def test_a_value_as_people_write_it_is_the_value(override, same, minimal):
     [
         (
             "optim.steps=100%",
-            "100% is a share, and this is a count; give a whole number at least 1 or null, such as 32768, 32k",
+            "100% is a share, but this is a count. Give a whole number at least 1 or null, such as 32768, 32k",
         ),
         ("data.prefetch_bytes=2G", "such as 2GiB or 2147483648; units are KiB"),
         ("run.watchdog_s=30m", "such as 0.5s, 90min or 2d; without a unit it is in seconds"),
@@ -322,9 +322,9 @@ def test_what_others_have_and_headway_has_not_is_said(minimal, override):
 
 
 def test_a_setting_below_a_number_is_told_as_one_that_there_is_or_not(minimal):
-    with pytest.raises(ConfigError, match=r"no 'use_dora' in it; there is none in Headway: adapters and the loss"):
+    with pytest.raises(ConfigError, match=r"no 'use_dora' in it\. There is none in Headway: adapters and the loss"):
         load_config(minimal, ("model.lora=8", "model.lora.use_dora=true"))
-    with pytest.raises(ConfigError, match=r"no 'alpha' in it; give model.lora a mapping of its settings"):
+    with pytest.raises(ConfigError, match=r"no 'alpha' in it\. To set single settings, give model.lora a mapping"):
         load_config(minimal, ("model.lora=8", "model.lora.alpha=4"))
 
 
@@ -368,9 +368,9 @@ def test_a_missing_key_says_what_it_means(tmp_path):
         ("- 1", "holds no"),
         (
             "a: &a [1, 1, 1]\n" + "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in pairwise("abcdefgh")),
-            "its aliases make .* values, and no configuration has over 1,000,000",
+            "its aliases make .* values, but at most 1,000,000",
         ),
-        ("# " + "x" * 1_000_000, "1,000,002 characters, and no configuration has over 1,000,000"),
+        ("# " + "x" * 1_000_000, "1,000,002 characters, but at most 1,000,000"),
         (
             "model: {path: m}\nrun: {}\nmodel: {path: q}\n",
             "line 3, column 1: the key 'model' stands twice .* lines 1 and 3",
@@ -424,13 +424,13 @@ def test_sources_mix_by_weight_or_by_epochs(minimal):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("data.train=[{epochs: 1}]", "a source needs 'path', or 'mix' with several of them"),
+        ("data.train=[{epochs: 1}]", "a source needs either 'path', or 'mix' with several sources"),
         ("data.train=[{epochs: 2, mix: [{path: b, weight: 1}]}]", "epochs have no effect beside 'mix'"),
         ("data.train=[{mix: [{path: b, weight: 1, epochs: 1}]}]", "b: give either 'weight' or 'epochs'"),
         ("data.train=[{mix: [{weight: 1}]}]", "a part of a mix needs 'path'"),
         (
             "data.train=[{mix: [{path: a, weight: 1}, {path: b, epochs: 1}]}]",
-            "all have a 'weight', or all have 'epochs'",
+            "need a 'weight' each, or 'epochs' each",
         ),
         ("data.train=[{path: a, samples: 5}]", "'samples' is the length of a mix with weights"),
         ("data.train=[{mix: [{path: a}]}, {path: b}]", "2 sources that play together, and entry 0 has 'mix'"),
@@ -486,7 +486,7 @@ def test_a_file_changes_and_adds_to_the_one_that_it_extends(minimal):
     [
         ("extends: c.yaml", "extends itself"),
         ("extends: gone.yaml", "gone.yaml: No such file"),
-        ("extends: [a, b]", "is no path; name one YAML file"),
+        ("extends: [a, b]", "is no path. Name one YAML file"),
     ],
 )
 def test_a_file_that_cannot_be_extended_is_refused(tmp_path, text, message):
@@ -499,7 +499,7 @@ def test_a_file_that_cannot_be_extended_is_refused(tmp_path, text, message):
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        ("{mix: chat}", "no such mix of lengths; known are chats, images"),
+        ("{mix: chat}", "no such mix of lengths. Known mixes are chats, images"),
         ("{mix: chats, lengths: a.csv}", "give either 'mix' or 'lengths'"),
     ],
 )
@@ -530,7 +530,7 @@ def test_a_setting_takes_the_place_of_the_one_that_says_the_same_otherwise(minim
 
 def test_both_ways_to_say_how_long_a_run_is_in_one_file_are_refused(minimal):
     minimal.write_text(MINIMAL.replace("steps: 100", "steps: 100, epochs: 2"))
-    with pytest.raises(ConfigError, match="both are given, so set one of them to null"):
+    with pytest.raises(ConfigError, match="Both are given, so set one of them to null"):
         load_config(minimal)
 
 
@@ -546,8 +546,8 @@ def test_an_inherited_setting_is_switched_off_with_null(minimal):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("optim.epochs=2", "data.stream={}"), "data.stream reads without counting them"),
-        (("optim.epochs=2", "data.stages=[{path: a, epochs: 1}, b]"), "each says itself how long it plays"),
+        (("optim.epochs=2", "data.stream={}"), "data.stream does not count them"),
+        (("optim.epochs=2", "data.stages=[{path: a, epochs: 1}, b]"), "each stage sets its own length"),
     ],
 )
 def test_epochs_that_cannot_be_counted_are_refused(minimal, overrides, message):
@@ -559,7 +559,10 @@ def test_epochs_that_cannot_be_counted_are_refused(minimal, overrides, message):
     ("overrides", "told"),
     [
         ((), []),
-        (("optim.warmup_steps=100",), ["optim.warmup_steps 100 leaves nothing of the 5 steps: the learning rate only"]),
+        (
+            ("optim.warmup_steps=100",),
+            ["optim.warmup_steps 100 leaves none of the 5 steps for a decay, so the learning rate only"],
+        ),
         (("optim.schedule=wsd", "optim.warmup_steps=4", "optim.decay_share=0.5"), ["optim.decay_share 0.5 of 5 steps"]),
         (("checkpoint.every=50",), ["checkpoint.every 50 is never reached in 5 steps"]),
         (("optim.ema={decay: 0.9, every: 6}",), ["optim.ema.every 6 is never reached in 5 steps"]),
@@ -598,10 +601,10 @@ def test_what_the_file_says_of_overridden_settings_is_kept_beside_equal_configur
 @pytest.mark.parametrize(
     ("overrides", "clauses"),
     [
-        (["optim.lr=1", "optim.lr=2"], ["optim.lr=1 has no effect, as optim.lr=2 stands behind it"]),
-        (["optim.lr=1", "optim={lr: 2}"], ["optim.lr=1 has no effect, as optim={lr: 2} stands behind it"]),
-        (["data.train.0.path=a", "data.train=b"], ["data.train.0.path=a has no effect, as data.train=b stands behind"]),
-        (["optim.steps=5", "optim.epochs=1"], ["optim.steps=5 has no effect, as optim.epochs=1 stands behind it"]),
+        (["optim.lr=1", "optim.lr=2"], ["optim.lr=1 has no effect, because optim.lr=2 follows"]),
+        (["optim.lr=1", "optim={lr: 2}"], ["optim.lr=1 has no effect, because optim={lr: 2} follows"]),
+        (["data.train.0.path=a", "data.train=b"], ["data.train.0.path=a has no effect, because data.train=b follows"]),
+        (["optim.steps=5", "optim.epochs=1"], ["optim.steps=5 has no effect, because optim.epochs=1 follows"]),
         (["optim={steps: 5}", "optim.clip=1", "optim.lr_of={}"], []),
         (["optim.steps=null", "optim.epochs=2"], []),
         (["optim.lr=1", "optim.lr=1"], []),
@@ -626,7 +629,7 @@ def test_a_run_as_the_model_is_its_newest_export_and_so_recorded(minimal, tmp_pa
     config = load_config(minimal, (f"model.path={tmp_path}/runs/a",))
     assert config.model.path == config.to_dict()["model"]["path"] == newest
     (tmp_path / "runs/a/checkpoints/step-000020").mkdir(parents=True)
-    with pytest.raises(UnknownModelError, match="trained on to step-000020 since its newest model"):
+    with pytest.raises(UnknownModelError, match="went on to step-000020 after its newest model folder"):
         load_config(minimal, (f"model.path={tmp_path}/runs/a",))
     assert load_config(minimal, (f"model.path={newest}",)).model.path == newest
 

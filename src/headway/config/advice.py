@@ -23,12 +23,13 @@ def _never_reached(config: TrainConfig, steps: int) -> list[str]:
     notes = []
     if optim.warmup_steps >= steps:
         notes.append(
-            f"optim.warmup_steps {optim.warmup_steps} leaves nothing of the {steps} steps: the learning rate only rises"
+            f"optim.warmup_steps {optim.warmup_steps} leaves none of the {steps} steps for a decay, so the "
+            "learning rate only rises"
         )
     elif optim.schedule in WSD and optim.warmup_steps + round(optim.decay_share * steps) > steps:
         notes.append(
             f"optim.decay_share {optim.decay_share:g} of {steps} steps is more than {optim.warmup_steps} steps of "
-            "warm-up leave: the decay is shorter"
+            "warm-up leave, so the decay is shorter"
         )
     reached = {
         "eval.every": config.eval.every,

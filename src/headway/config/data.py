@@ -91,7 +91,7 @@ def _listed(value: Any) -> Any:
 
 def _dataset(value: Any) -> Any:
     if value is not None and not isinstance(value, str | dict | Section):
-        raise ValueError(f"{value!r} is no dataset; give its path, or its settings, such as {{path: chats.jsonl}}")
+        raise ValueError(f"{value!r} is no dataset. Give its path, or its settings, such as {{path: chats.jsonl}}")
     return {"path": value} if isinstance(value, str) else value
 
 
@@ -124,14 +124,14 @@ class StageConfig(SourceConfig):
     @model_validator(mode="after")
     def _is_one_source_or_a_mix(self) -> Self:
         if (self.path is None) == (not self.mix):
-            raise ValueError("a source needs 'path', or 'mix' with several of them; not both")
+            raise ValueError("a source needs either 'path', or 'mix' with several sources")
         if self.mix:
             unused = sorted(settings_off_default(self) - {"mix", "samples"})
             if unused:
-                raise ValueError(f"{', '.join(unused)} have no effect beside 'mix'; give them in its parts")
+                raise ValueError(f"{', '.join(unused)} have no effect beside 'mix'. Set them in the parts of the mix")
         _check_shares(self.mix)
         if self.samples is not None and not (self.mix and self.mix[0].epochs is None):
-            raise ValueError("'samples' is the length of a mix with weights; elsewhere 'epochs' say how long it is")
+            raise ValueError("'samples' is the length of a mix with weights. Without weights, set 'epochs' instead")
         return self
 
     @property
@@ -157,7 +157,7 @@ class TrainSource(StageConfig):
 
 def _check_shares(parts: Sequence[MixPart | TrainSource]) -> None:
     if len({(part.weight is None, part.epochs is None) for part in parts}) > 1:
-        raise ValueError("sources that play together all have a 'weight', or all have 'epochs', or none has either")
+        raise ValueError("sources of a mix need a 'weight' each, or 'epochs' each, or neither")
 
 
 class BadSamplesConfig(Section):
@@ -314,17 +314,18 @@ class DataConfig(MediaConfig, SourcesConfig):
     def _sources_play_together_or_one_after_the_other(self) -> Self:
         if bool(self.train) == bool(self.stages):
             raise ValueError(
-                "say what to train on in 'train', a file or a list that plays together; or in 'stages', which play one "
-                "after the other; not in both"
+                "give the training data either in 'train' (a file, or a list that is mixed), or in 'stages' (one "
+                "after the other)"
             )
         for index, source in enumerate(self.train if len(self.train) > 1 else ()):
             unclear = [name for name in ("mix", "samples", "epochs") if name in settings_off_default(source)]
             if unclear:
                 raise ValueError(
-                    f"train lists {len(self.train)} sources that play together, and entry {index} has '{unclear[0]}'. "
-                    "For one after the other, write data.stages instead of data.train. Together, give weights, or none "
-                    "for all their samples equally often, and optim.epochs; passes of their own go into data.train: "
-                    "{mix: [{path: ..., epochs: ...}, ...]}"
+                    f"train lists {len(self.train)} sources that play together, and entry {index} has "
+                    f"'{unclear[0]}'. To play them one after the other, write data.stages instead of data.train. To "
+                    "mix them, give weights, or leave weights out to read all samples equally often, and set "
+                    "optim.epochs. To give each source its own epochs, write data.train: {mix: [{path: ..., epochs: "
+                    "...}, ...]}"
                 )
         _check_shares(self.train)
         return self
@@ -333,9 +334,11 @@ class DataConfig(MediaConfig, SourcesConfig):
     def _everything_takes_effect(self) -> Self:
         for index, stage in enumerate(self.stages[:-1]):
             if stage.is_endless:
-                raise ValueError(f"stage {index} needs 'epochs', or the stages after it would never be reached")
+                raise ValueError(f"stage {index} needs 'epochs', because the stages after it would never be reached")
         if self.stream is not None and self.window is not None:
-            raise ValueError("window has no effect on a stream, which is packed as it comes; see stream.open_packs")
+            raise ValueError(
+                "window has no effect on a stream, because a stream is packed as it comes. See stream.open_packs"
+            )
         if self.stream is not None and self.cache_bytes:
             raise ValueError("cache_encoded has no effect on a stream, whose samples are not known beforehand")
         return self

@@ -67,7 +67,8 @@ def mistake_clause(error: Mapping[str, Any], root: type[BaseModel]) -> str:
     doubtful = (
         doubt(value, unit, whole="whole number" in values) if isinstance(value, str) and "number" in values else ""
     )
-    return f"{name} = {value!r}: {f'{doubtful}; ' * bool(doubtful)}give {_values(annotation, info)}{meaning}"
+    give = f"{doubtful}. Give" if doubtful else "give"
+    return f"{name} = {value!r}: {give} {_values(annotation, info)}{meaning}"
 
 
 def describe_all(errors: Iterable[Mapping[str, Any]], root: type[BaseModel]) -> list[str]:

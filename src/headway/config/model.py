@@ -101,18 +101,16 @@ class ModelConfig(Section):
         tokens = (*self.new_tokens, *self.new_special_tokens)
         for token in tokens:
             if not token.strip():
-                raise ValueError(f"new_tokens names {token!r}, which has no letters; take it out")
+                raise ValueError(f"new_tokens names {token!r}, which has no letters. Take this token out")
             if tokens.count(token) > 1:
-                raise ValueError(
-                    f"new_tokens names {token!r} {tokens.count(token)} times; take it out where it is too many"
-                )
+                raise ValueError(f"new_tokens names {token!r} {tokens.count(token)} times. Name each token once")
         return self
 
     @model_validator(mode="after")
     def _base_is_frozen(self) -> Self:
         if self.base is not None and self.lora is None:
             raise ValueError(
-                f"base {self.base!r} holds weights that do not learn, and without model.lora all do: set "
+                f"base {self.base!r} holds weights that do not learn, but without model.lora all weights learn. Set "
                 "model.lora.rank=16, or leave base out"
             )
         return self
@@ -240,14 +238,16 @@ class SpeedConfig(Section):
     def _offloaded_blocks_are_recomputed(self) -> Self:
         if self.offload != "none" and self.recompute == "none":
             raise ValueError(
-                "offload has no effect with recompute: none, as other blocks than recomputed ones keep all"
+                "offload has no effect with recompute: none, because it moves the inputs of recomputed blocks"
             )
         return self
 
     @model_validator(mode="after")
     def _chunks_are_ours(self) -> Self:
         if self.kernels == "liger" and self.loss_chunk is not None and "loss_chunk" in settings_off_default(self):
-            raise ValueError("loss_chunk has no effect with kernels 'liger', which choose their own; leave it out")
+            raise ValueError(
+                "loss_chunk has no effect with kernels 'liger', because Liger chooses its own. Leave loss_chunk out"
+            )
         return self
 
     def is_fused(self, device: str) -> bool:
@@ -286,8 +286,8 @@ def family_settings(values: Mapping[str, Any], architecture: Any) -> Section | N
     if section is None:
         if values:
             raise ConfigError(
-                f"model.family.{next(iter(values))} has no effect: models of type {architecture.model_type!r} are of "
-                "no family that has settings of its own. Take it out."
+                f"model.family.{next(iter(values))} has no effect: models of type {architecture.model_type!r} have "
+                "no settings of their own. Take it out."
             )
         return None
     try:

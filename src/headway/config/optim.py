@@ -42,7 +42,7 @@ def _rate(value: float | str) -> float | str:
             raise ValueError("give a learning rate, such as 2.0e-6, or a factor of optim.lr, such as 'x0.1'")
         value = float(number)
     if not 0.0 < factor_of(value, 1.0) < math.inf:
-        raise ValueError("a learning rate must be above 0; what is not to learn belongs in model.freeze")
+        raise ValueError("a learning rate must be above 0. To freeze a part, name it in model.freeze")
     return value
 
 
@@ -158,15 +158,15 @@ class OptimConfig(Section):
         if (self.steps is None) == (self.epochs is None):
             raise ValueError(
                 "say how long the run is, with 'steps' or with 'epochs'"
-                + ("" if self.steps is None else "; both are given, so set one of them to null")
+                + ("" if self.steps is None else ". Both are given, so set one of them to null")
             )
         for setting in settings_off_default(self) & _USES.keys():
             if self.schedule not in (readers := _USES[setting]):
                 raise ValueError(
-                    f"{setting} has no effect with schedule {self.schedule!r}; remove it or use {' or '.join(readers)}"
+                    f"{setting} has no effect with schedule {self.schedule!r}. Remove it, or use {' or '.join(readers)}"
                 )
         if self.schedule == "inverse_sqrt" and not self.warmup_steps:
-            raise ValueError("schedule 'inverse_sqrt' needs warmup_steps to fall from")
+            raise ValueError("schedule 'inverse_sqrt' needs warmup_steps, because it falls from the end of the warm-up")
         if self.name != "muon" and self.muon != MuonConfig():
-            raise ValueError(f"optim.muon has no effect with optimizer {self.name!r}; remove it or use name 'muon'")
+            raise ValueError(f"optim.muon has no effect with optimizer {self.name!r}. Remove it, or use name 'muon'")
         return self

@@ -27,7 +27,7 @@ EXTENDS = "extends"
 _EITHER = {"steps": "epochs", "epochs": "steps", "train": "stages", "stages": "train"}
 """Settings that say one thing in two ways: whoever gives one over a file that has the other, means it instead."""
 _SUFFIXES = (".yaml", ".yml", ".json", "")
-_BY_INIT = "; `headway init --model MODEL --data FILE` writes one for data of yours."
+_BY_INIT = ". To write one for your data: `headway init --model MODEL --data FILE`."
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class TrainConfig(Section):
         in_use = [name for name, is_set in uses.items() if is_set]
         if in_use and judged.every is None:
             raise ValueError(
-                f"{' and '.join(in_use)} compare evaluations during the run; set eval.every, the steps between them"
+                f"{' and '.join(in_use)} compare evaluations during the run. Set eval.every, the steps between them"
             )
         return self
 
@@ -103,28 +103,28 @@ class TrainConfig(Section):
         epochs = self.optim.epochs
         if epochs is not None and self.data.stream is not None:
             raise ValueError(
-                "optim.epochs needs to know how many samples there are, and data.stream reads without counting them: "
-                "set optim.steps, or leave data.stream out for an index"
+                "optim.epochs needs the number of samples, but data.stream does not count them. Set optim.steps, or "
+                "leave data.stream out to index the data"
             )
         if epochs not in (None, 1.0) and len(self.data.stages) > 1:
             raise ValueError(
-                f"optim.epochs {epochs:g} of several stages: each says itself how long it plays; set optim.epochs to 1 "
-                "for once through all of them, and 'epochs' in the stages"
+                f"optim.epochs {epochs:g} has no effect on several stages, because each stage sets its own length. "
+                "Set optim.epochs to 1 to play all stages once, and set 'epochs' in the stages"
             )
         return self
 
     @model_validator(mode="after")
     def _gradients_are_summed_over_packs(self) -> Self:
         if self.parallel.reduce == "step" and self.optim.accumulation == 1:
-            raise ValueError("parallel.reduce 'step' has no effect with one pack per step; see optim.accumulation")
+            raise ValueError("parallel.reduce 'step' has no effect with one pack per step. See optim.accumulation")
         return self
 
     @model_validator(mode="after")
     def _base_is_dequantised_to_bfloat16(self) -> Self:
         if self.model.base is not None and self.run.dtype == "float8":
             raise ValueError(
-                f"model.base {self.model.base!r} is dequantised to bfloat16, in which its layers multiply, and "
-                "run.dtype 'float8' would have them multiply in float8: take one of the two out"
+                f"model.base {self.model.base!r} multiplies in bfloat16, but run.dtype 'float8' asks for float8. "
+                "Take one of the two out"
             )
         return self
 
@@ -133,7 +133,7 @@ class TrainConfig(Section):
         in_use = [plugin.section for plugin in objectives() if getattr(self, plugin.section) is not None]
         in_use += ["objective"] if self.objective is not None else []
         if len(in_use) > 1:
-            raise ValueError(f"{' and '.join(in_use)} both say what is learnt; take one of them out")
+            raise ValueError(f"{' and '.join(in_use)} both set the loss. Take one of them out")
         if self.objective_section is not None:
             self.model._scores = self.objective_section.scores
             self.objective_section.check(self)
@@ -144,8 +144,8 @@ class TrainConfig(Section):
         lora, name = self.model.lora, self.objective_name
         if self.model.dropout is True and self._compares_forwards:
             raise ValueError(
-                f"model.dropout is on, and {name} compares two forwards, of the model and of its reference, which must "
-                "be of one function: leave model.dropout out"
+                f"model.dropout is on, but {name} compares the model with its reference, so both must compute "
+                "without dropout. Leave model.dropout out"
             )
         if lora is not None and lora.dropout and not self.drops:
             reason = "model.dropout: off" if self.model.dropout is False else f"{name}, where dropout is off"
@@ -280,7 +280,7 @@ def _read(path: Path, extending: tuple[Path, ...]) -> dict[str, Any]:
     try:
         text = read_text(path, most=SETTINGS_BYTES)
         if path.resolve() in extending:  # after reading, which tells of links that lead round in a circle
-            raise ConfigError(f"{path} extends itself, by way of {len(extending) - 1} other files; break the circle.")
+            raise ConfigError(f"{path} extends itself through {len(extending) - 1} other files. Break the circle.")
         raw = load_yaml(text)
     except OSError as error:
         raise ConfigError(
@@ -294,14 +294,12 @@ def _read(path: Path, extending: tuple[Path, ...]) -> dict[str, Any]:
     if not isinstance(raw, dict):
         sections = ", ".join(TrainConfig.model_fields)
         hint = "." if path.suffix in _SUFFIXES else _BY_INIT
-        raise ConfigError(
-            f"{path} holds no configuration; it must be a YAML mapping with the sections {sections}{hint}"
-        )
+        raise ConfigError(f"{path} holds no configuration. Write a YAML mapping with the sections {sections}{hint}")
     base = raw.pop(EXTENDS, None)
     if base is None:
         return raw
     if not isinstance(base, str):
-        raise ConfigError(f"{path}: {EXTENDS} = {base!r} is no path; name one YAML file, from the folder of this one.")
+        raise ConfigError(f"{path}: {EXTENDS} = {base!r} is no path. Name one YAML file, from the folder of this one.")
     return _merged(_read(path.parent / base, (*extending, path.resolve())), raw)
 
 
@@ -333,7 +331,7 @@ def without_effect(overrides: Iterable[str]) -> list[str]:
     """Name the overrides that a later one takes back, a clause each; whoever adds to a command line means the last one.
 
     >>> without_effect(["optim.lr=1e-3", "optim.clip=1", "optim.lr=1e-4"])
-    ['optim.lr=1e-3 has no effect, as optim.lr=1e-4 stands behind it']
+    ['optim.lr=1e-3 has no effect, because optim.lr=1e-4 follows']
     """
     before: dict[str, str] = {}
     clauses = []
@@ -345,7 +343,7 @@ def without_effect(overrides: Iterable[str]) -> list[str]:
         for done in lost:
             old_value = before.pop(done)
             if old_value not in ("null", value):
-                clauses.append(f"{done}={old_value} has no effect, as {override} stands behind it")
+                clauses.append(f"{done}={old_value} has no effect, because {override} follows")
         before[name] = value
     return clauses
 
@@ -392,7 +390,7 @@ def _assign(raw: dict[str, Any], override: str) -> None:
     if not equals or not all(keys):
         raise ConfigError(
             Argument("overrides"),
-            f" {override!r} is no assignment; write section.key=value, such as optim.lr=1e-3.",
+            f" {override!r} is no assignment. Write section.key=value, such as optim.lr=1e-3.",
             value=override,
         )
     try:
@@ -400,8 +398,8 @@ def _assign(raw: dict[str, Any], override: str) -> None:
     except yaml.YAMLError as error:
         raise ConfigError(
             Argument("overrides"),
-            f" {override!r}: the value {text!r} is not YAML ({_what_is_wrong(error).rstrip('.')}); "
-            "quote it if it is a string.",
+            f" {override!r}: the value {text!r} is not YAML ({_what_is_wrong(error).rstrip('.')}). Quote the value "
+            "if it is a string.",
         ) from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(Argument("overrides"), f" {dotted}: the value cannot be read: {_beyond(error)}.") from error
@@ -424,10 +422,10 @@ def _assign(raw: dict[str, Any], override: str) -> None:
             node = _assigned(node, key, value, last)
         else:
             where = ".".join(keys[:depth])
-            answer = translated(dotted.strip()) or f"give {where} a mapping of its settings to set them one by one"
+            answer = translated(dotted.strip()) or f"to set single settings, give {where} a mapping"
             raise ConfigError(
                 Argument("overrides"),
-                f" {override!r}: {where} is {node!r}, which has no {key!r} in it; {answer}.",
+                f" {override!r}: {where} is {node!r}, which has no {key!r} in it. {answer[:1].upper()}{answer[1:]}.",
             )
 
 
@@ -458,8 +456,8 @@ class _UniqueKeyLoader(yaml.SafeLoader):
                 first = lines[key.tag, key.value]
                 places = f"line {line}" if first == line else f"lines {first} and {line}"
                 raise yaml.MarkedYAMLError(
-                    problem=f"the key {key.value!r} stands twice in one mapping, in {places}, where one of them would "
-                    "have no effect; join them, or remove one",
+                    problem=f"the key {key.value!r} stands twice in one mapping, in {places}, so one of the two "
+                    "would have no effect. Join them, or remove one",
                     problem_mark=key.start_mark,
                 )
             lines[key.tag, key.value] = line
@@ -477,14 +475,14 @@ def load_yaml(text: str) -> Any:
     {'a': 1, 'b': [2]}
     """
     if len(text) > _MOST_CHARACTERS:
-        raise ValueError(f"it has {len(text):,} characters, and no configuration has over {_MOST_CHARACTERS:,}")
+        raise ValueError(f"it has {len(text):,} characters, but at most {_MOST_CHARACTERS:,} are allowed")
     loader = _UniqueKeyLoader(text)  # a SafeLoader
     try:
         node = loader.get_single_node()
         if node is None:
             return None
         if (values := _num_values(node, {})) > _MOST_VALUES:
-            raise ValueError(f"its aliases make {values:,} values, and no configuration has over {_MOST_VALUES:,}")
+            raise ValueError(f"its aliases make {values:,} values, but at most {_MOST_VALUES:,} are allowed")
         return loader.construct_document(node)
     finally:
         loader.dispose()

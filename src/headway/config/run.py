@@ -164,12 +164,12 @@ class PlanConfig(Section):
     @classmethod
     def _mix_is_known(cls, mix: str | None) -> str | None:
         if mix is not None and mix not in MIXES:
-            raise ValueError(f"no such mix of lengths; known are {', '.join(MIXES)}")
+            raise ValueError(f"no such mix of lengths. Known mixes are {', '.join(MIXES)}")
         return mix
 
     @model_validator(mode="after")
     def _lengths_come_from_one_place(self) -> Self:
         names = [name for name in ("mix", "lengths") if getattr(self, name) is not None]
         if len(names) > 1:
-            raise ValueError(f"give either {' or '.join(map(repr, names))}; null switches a setting off")
+            raise ValueError(f"give either {' or '.join(map(repr, names))}. Set the other one to null")
         return self

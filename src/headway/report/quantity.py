@@ -159,9 +159,9 @@ def doubt(text: str, unit: str = "", *, whole: bool = False) -> str:
         What it may mean, and how to write each; "" for a text without two meanings.
 
     >>> doubt("2m", "s")
-    '2m may be minutes, milliseconds or months; write 2min or 2ms, and months in days'
+    '2m may be minutes, milliseconds or months. Write 2min or 2ms, and months in days'
     >>> doubt("40G", "bytes")
-    '40G may be of 1000 or of 1024; write 40GB or 40GiB'
+    '40G may mean units of 1000 or of 1024. Write 40GB or 40GiB'
     """
     text = text.strip()
     bare = _BARE.match(text) if len(text) <= _MOST_CHARACTERS and text.isascii() else None
@@ -171,20 +171,20 @@ def doubt(text: str, unit: str = "", *, whole: bool = False) -> str:
     letter = suffix[:1].upper()
     point = text.replace(".", "").replace(",", ".")
     doubts = {
-        f"the comma of {text} may stand before decimals or thousands; write {point} or {text.replace(',', '')}": (
+        f"the comma of {text} may stand before decimals or thousands. Write {point} or {text.replace(',', '')}": (
             _DECIMAL_COMMA.fullmatch(text) is not None
         ),
         f"{text} has no unit": unit == "bytes" and not suffix,
-        f"{text} may be minutes, milliseconds or months; write {number}min or {number}ms, and months in days": (
+        f"{text} may be minutes, milliseconds or months. Write {number}min or {number}ms, and months in days": (
             unit in _UNIT_OF_TIME and letter == suffix.upper() == "M"
         ),
-        f"{text} may be of 1000 or of 1024; write {number}{letter}B or {number}{letter}iB": (
+        f"{text} may mean units of 1000 or of 1024. Write {number}{letter}B or {number}{letter}iB": (
             unit == "bytes" and letter != "" and letter in "KMGT" and suffix.upper() in (letter, f"{letter}B")
         ),
-        f"{text} may be millions or thousandths; write {number}M or {number}e-3": (
+        f"{text} may be millions or thousandths. Write {number}M or {number}e-3": (
             suffix == "m" and not unit and not whole
         ),
-        f"{text} is a share, and this is a count": whole and suffix == "%",
+        f"{text} is a share, but this is a count": whole and suffix == "%",
     }
     return next((clause for clause, applies in doubts.items() if applies), "")
 
@@ -193,7 +193,7 @@ def advice(text: str, unit: str = "", *, whole: bool = False) -> str:
     """Numbers that can be written in place of a text that is none, behind what is doubtful about it.
 
     >>> advice("2m", "s")
-    '2m may be minutes, milliseconds or months; write 2min or 2ms, and months in days'
+    '2m may be minutes, milliseconds or months. Write 2min or 2ms, and months in days'
     >>> advice("fast")
     'Write 0.5, 40%, 1e-3, 32k or 100B'
     """

@@ -70,7 +70,7 @@ class PairJudge(Judge):
         """Refuse samples that have no answers to compare; see `Judge.check`."""
         if not all(isinstance(sample, Preference) for sample in samples):
             raise ConfigError(
-                "data.eval holds none, or not only, preferences, and the run trains on preferences: give held-out "
+                "data.eval holds samples that are no preferences, but the run trains on preferences. Give held-out "
                 "samples of the same kind."
             )
 
@@ -85,8 +85,8 @@ class PairJudge(Judge):
         self._values, self._make_values = self._make_values(packs), None
         if lacking := [place for batch in packs for place in batch.sources if place not in self._values]:
             raise DataError(
-                "the run folder holds no reference of this held-out sample, which was not among those that the run "
-                "began with. Put data.eval back as it was.",
+                "the run folder holds no reference for this held-out sample, because the sample was added after the "
+                "run began. Put data.eval back as it was.",
                 where=lacking[0],
             )
 
@@ -149,11 +149,14 @@ def judge_of(  # noqa: PLR0911 - a way to judge each
     compares = {isinstance(sample, Preference) for sample in samples}
     if len(compares) > 1:
         raise DataError(
-            "the held-out samples are preferences and others; evaluate them apart, from files of their own."
+            "only some of the held-out samples are preferences. Evaluate preferences and other samples apart, "
+            "from separate files."
         )
     if compares != {True}:
         if is_scorer(model.config):
-            raise DataError("a reward model scores answers to compare, and the held-out samples are no preferences.")
+            raise DataError(
+                "a reward model compares answers, but the held-out samples are no preferences. Give preferences."
+            )
         return None
     settings = None if config is None else config.objective_section
     settings = settings if isinstance(settings, PreferenceConfig) else None
@@ -192,7 +195,7 @@ def _initial_scoring(config: TrainConfig, judged: JudgedModel) -> Callable[[Sequ
         HeadwayError: they are not there.
     """
     if config.model.random_init:
-        raise HeadwayError("It began with random weights, which nobody has kept.")
+        raise HeadwayError("The run began with random weights, which were not saved.")
     if config.model.base is not None:
         raise HeadwayError(f"Its initial weights were held as model.base {config.model.base}.")
     dtype, device, settings = judged.precision.params, judged.device, config.model

@@ -81,9 +81,9 @@ class Mismatches:
         assert self._stored is not None
         if _key(batch) not in self._stored:
             raise DataError(
-                "the reference was computed for other packs than this one, which begins here: the run goes on with "
-                "other packs of a step, or for more steps, than it began with. Go on as it began, or start another "
-                "run; preference.reference 'adapters-off' needs no packs beforehand.",
+                "the reference was computed for other packs than the one that begins here, because the run goes on "
+                "with other packs per step, or with more steps, than it began with. Go on with the first settings, "
+                "or start another run. With preference.reference 'adapters-off' Headway computes nothing ahead.",
                 where=batch.sources[0],
             )
         return self._stored[_key(batch)]
@@ -134,8 +134,8 @@ def saved_mismatches(scoring: Scoring, run_folder: Path) -> Mismatches:
         values: dict[str, float] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{path} with the reference of answers behind other prompts cannot be read: {error}. Put it back, or start "
-            "another run."
+            f"{path} with the reference of answers behind other prompts cannot be read: {error}. Put the file back, "
+            "or start another run."
         ) from error
     return Mismatches(scoring, None, values)
 

@@ -217,10 +217,10 @@ class Preferences(Objective):
         if abs(loss - expected) <= expected * (_ROUNDING if exact else _ROUNDING_OF_HALVES):
             return ""
         return (
-            f"the first step's loss of preferences is {loss:.4f}, and {expected:.4f} if the model is its reference, as "
-            "it is before the first update. The two forwards are not of one function: the model draws random numbers "
-            "in training, or the reference was computed of other rows, pictures or weights. Delete the run's folder "
-            "and the stored reference beside the length index, or use preference.reference=none."
+            f"the first step's preference loss is {loss:.4f}, but should be {expected:.4f}, because the model equals "
+            "its reference before the first update. Likely causes: the model draws random numbers in training, or "
+            "the reference was computed from other rows, pictures or weights. Delete the run's folder and the stored "
+            "reference beside the length index, or use preference.reference=none."
         )
 
     def judge(self) -> PairJudge:
@@ -299,8 +299,8 @@ def _kept_values(path: Path) -> dict[str, list[float]]:
         values: dict[str, list[float]] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{path} with the reference's log-probabilities of held-out samples cannot be read: {error}. Put it back, "
-            "or go on without data.eval."
+            f"{path} with the reference's log-probabilities of held-out samples cannot be read: {error}. Put the "
+            "file back, or go on without data.eval."
         ) from error
     return values
 

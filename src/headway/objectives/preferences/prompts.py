@@ -38,11 +38,11 @@ def share_prompts(
     reason = by_itself or why_apart(model, cost_model, encoder)
     if reason and settings.shared_prompts is True:
         raise ConfigError(
-            f"preference.shared_prompts is true, but {reason}, so each answer needs a copy of its prompt. Set it to "
-            "auto or false."
+            f"preference.shared_prompts is true, but {reason}, so each answer needs a copy of its prompt. Set "
+            "shared_prompts to auto or false."
         )
     encoder.shares_prompts = not reason
-    return (f"each answer has its own copy of the prompt, as {reason}",) if reason else ()
+    return (f"each answer has its own copy of the prompt, because {reason}",) if reason else ()
 
 
 def why_apart(model: PreTrainedModel, cost_model: CostModel, encoder: Encoder) -> str:

@@ -107,8 +107,8 @@ class StoredReference:
             row = self.tables[origin.source][_row(origin, self.starts)]
             if number > len(row) or np.isnan(row[:number]).any():
                 raise DataError(
-                    "the reference has no log-probabilities of the row's answers: it could not be used before the "
-                    "first step, or was changed since. Start another run.",
+                    "the reference has no log-probabilities of the row's answers, because the row could not be used "
+                    "before the first step, or has changed since. Start another run.",
                     where=str(origin),
                 )
             values += row[:number].tolist()
@@ -181,8 +181,8 @@ def saved_reference(folder: Path, sources: tuple[Source, ...]) -> StoredReferenc
         table = _read(path)
         if len(table) != len(source):
             raise CheckpointError(
-                f"{path} holds the reference's log-probabilities of {len(table):,} rows, and {source.name} has "
-                f"{len(source):,}. Put the file back that the run began with, or start another run."
+                f"{path} holds the reference's log-probabilities of {len(table):,} rows, but {source.name} has "
+                f"{len(source):,} rows. Put the first file back, or start another run."
             )
         tables[source.name] = table
     return StoredReference(tables, _starts(sources))

@@ -29,7 +29,8 @@ class PairRows(RowRule):
         if not isinstance(sample, Preference):
             raise unusable(
                 sample,
-                "the row is no preference, and the run trains on preferences. Delete it, or train on it apart.",
+                "the row is no preference, but the run trains on preferences. Delete the row, or train on it in "
+                "another run.",
             )
 
 
@@ -83,8 +84,8 @@ def grades_of(sample: Sample) -> tuple[bool, ...]:
     if not isinstance(sample, Chat) or sample.desirable is None:
         raise unusable(
             sample,
-            "the row does not say whether its answer is wished for, and preference.loss learns from answers that are "
-            "or are not. Give it as label, true or false, or as chosen and rejected answers.",
+            "the row does not say whether its answer is good or bad, but preference.loss needs that. Add a label "
+            "(true or false), or give chosen and rejected answers.",
         )
     return (sample.desirable,)
 

@@ -179,23 +179,25 @@ class PreferenceConfig(ObjectiveSection):
         policies = {part.overlong or data.overlong for stage in data.played for part in stage.parts}
         if self.row.unpaired and "split" in policies:
             raise ValueError(
-                f"overlong 'split' would make several rows of an answer, which preference.loss {self.loss!r} takes as "
-                "one: use 'truncate' or 'drop'"
+                f"overlong 'split' would cut an answer into several rows, but preference.loss {self.loss!r} needs "
+                "whole answers. Use 'truncate' or 'drop'"
             )
         if self.row.scores and "loss_chunk" in settings_off_default(config.speed):
             raise ValueError(
-                f"speed.loss_chunk has no effect with preference.loss {self.loss!r}, whose head has one column: leave "
-                "it out"
+                f"speed.loss_chunk has no effect with preference.loss {self.loss!r}, because its head has one "
+                "column. Leave it out"
             )
         if self.compares_with == "adapters-off" and config.model.lora is None:
             raise ValueError(
-                "preference.reference 'adapters-off' needs adapters to switch off: set model.lora, or use 'stored'"
+                "preference.reference 'adapters-off' needs adapters to switch off. Set model.lora, or use 'stored'"
             )
         if config.eval.generate is not None:
-            raise ValueError("eval.generate writes answers to chats, and preference trains on pairs: leave it out")
+            raise ValueError(
+                "eval.generate writes answers to chats, but preference trains on pairs. Leave eval.generate out"
+            )
         if self.compares_with == "stored" and data.stream is not None:
             raise ValueError(
-                "preference.reference 'stored' is computed for the rows of an index, and data.stream has none: leave "
+                "preference.reference 'stored' needs the rows of an index, but data.stream has no index. Leave "
                 "data.stream out, or use 'adapters-off' with model.lora"
             )
 
@@ -211,12 +213,15 @@ class PreferenceConfig(ObjectiveSection):
             if not self._reads(self.row, setting):
                 readers = [name for name, row in PAIR_LOSSES.items() if self._reads(row, setting)]
                 raise ValueError(
-                    f"{setting} has no effect with loss {self.loss!r}; remove it or use {' or '.join(readers)}"
+                    f"{setting} has no effect with loss {self.loss!r}. Remove it, or use {' or '.join(readers)}"
                 )
         if self.row.unpaired and self.compares_with == "none":
-            raise ValueError(f"loss {self.loss!r} compares with a reference: leave reference out, or use adapters-off")
+            raise ValueError(
+                f"loss {self.loss!r} needs a reference. Leave the setting reference out, or use adapters-off"
+            )
         if not self.row.refers and self.compares_with != "none":
             raise ValueError(
-                f"reference {self.reference!r} has no effect with loss {self.loss!r}, which has none; leave it out"
+                f"reference {self.reference!r} has no effect with loss {self.loss!r}, because this loss has no "
+                "reference. Leave it out"
             )
         return self
