@@ -180,9 +180,9 @@ def test_two_processes_train_on_a_base_as_one(on_base, folder, mixture, tmp_path
 
 def test_a_base_without_adapters_or_in_float8_is_an_error(on_base):
     del on_base["model"]["lora"]
-    with pytest.raises(ConfigError, match=r"base 'nf4' holds weights that do not learn.* set model.lora.rank=16"):
+    with pytest.raises(ConfigError, match=r"base 'nf4' holds weights that do not learn.* Set model.lora.rank=16"):
         parse_config(on_base)
     on_base["model"]["lora"] = 8
     on_base["run"]["dtype"] = "float8"
-    with pytest.raises(ConfigError, match=r"model.base 'nf4' is dequantised to bfloat16.* take one of the two out"):
+    with pytest.raises(ConfigError, match=r"model.base 'nf4' multiplies in bfloat16.* Take one of the two out"):
         parse_config(on_base)

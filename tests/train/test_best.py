@@ -90,7 +90,7 @@ def test_a_run_ends_after_evaluations_that_do_not_better_it_and_its_best_checkpo
     assert summary.is_complete
     assert summary.steps == last
     assert checkpoints(config.run.folder) == [f"step-{best:06d}", f"step-{last:06d}"]
-    assert f"ended early after step {last} of 60: 4 evaluations have not bettered loss" in capsys.readouterr().err
+    assert f"ended early after step {last} of 60: 4 evaluations were no better than loss" in capsys.readouterr().err
     saved = json.loads((config.run.folder / "summary.json").read_text())
     assert (saved["complete"], saved["ended_early"], saved["planned_steps"]) == (True, True, 60)
     assert saved["best_evaluation"]["step"] == best
@@ -118,7 +118,7 @@ def test_a_run_ends_after_evaluations_that_do_not_better_it_and_its_best_checkpo
     assert f"ended early, after step {last} of 60" in report_page(read_run(config.run.folder))
 
     # it is complete: nothing is left to resume, unless more patience is asked for
-    with pytest.raises(RunCompleteError, match=r"4 evaluations have not bettered loss .* eval\.stop_after 4"):
+    with pytest.raises(RunCompleteError, match=r"4 evaluations were no better than loss .* eval\.stop_after 4"):
         train(config, resume=True)
     exit_code, said = headway("train", path, "--resume-if-any")
     assert (exit_code, "ended early" in said) == (0, True)
@@ -219,13 +219,13 @@ def test_a_choice_of_weights_that_are_not_there_is_refused(raw, digits, tmp_path
     assert "holds no moving average of the weights" in said
     exit_code, said = headway("evaluate", digits / "model", digits / "data/eval.jsonl", "--no-ema")
     assert exit_code == 2
-    assert "is no run and no checkpoint. Leave it out" in said
+    assert "is no run and no checkpoint. Leave the option out" in said
 
 
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"eval": {"at_end": True, "stop_after": 2}}, r"eval\.stop_after compare evaluations .* set eval\.every"),
+        ({"eval": {"at_end": True, "stop_after": 2}}, r"eval\.stop_after compare evaluations .* Set eval\.every"),
         ({"eval": {"at_end": True}, "checkpoint": {"keep_best": True}}, r"checkpoint\.keep_best compare"),
         ({"checkpoint": {"keep_best": "accuracy"}}, r"keep_best = 'accuracy': give true, false or exact_match"),
         ({"eval": {"every": 2, "stop_after": 0}}, "stop_after"),
@@ -290,7 +290,7 @@ def test_a_run_is_warned_once_that_it_learns_by_heart(overfits, capsys):
     raw["optim"]["steps"] = 30
     config = parse_config(raw)
     train(config)
-    assert capsys.readouterr().err.count("the model learns its training samples by heart") == 1
+    assert capsys.readouterr().err.count("The model overfits its training samples") == 1
     page = report_page(read_run(config.run.folder))
     assert "Overfitting: held-out loss was least after step" in page
     assert "line: training, dots: held out" in page

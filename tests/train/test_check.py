@@ -108,7 +108,7 @@ def test_a_run_that_goes_on_at_another_place_in_the_data_is_found(tmp_path, caps
 def test_a_checkpoint_of_other_samples_is_found(killed):
     save(killed, 10, total=sum(int(digest(step), 16) for step in range(1, 10)))
     checked = check_run(killed)
-    assert checked.faults == ("the checkpoint of step 10 had other samples behind it than the records",)
+    assert checked.faults == ("the checkpoint of step 10 followed other samples than the records",)
     assert checked.proved == ()
 
 
@@ -265,7 +265,7 @@ def test_without_a_witness_nothing_is_claimed_and_the_command_fails(tmp_path, ca
     told = json.loads(capsys.readouterr().out)
     assert (told["proved"], told["faults"]) == ([], [])
     assert told["without_witness"] == ([[1, 3]] if steps else [])
-    assert told["verdict"] == "nothing is proved: no step has a witness"
+    assert told["verdict"] == "nothing is proved, because no step has a witness"
 
 
 def test_records_of_a_real_run_are_proved_in_order_and_every_edit_of_them_is_found(raw, tmp_path):

@@ -58,7 +58,7 @@ def test_names_are_told_apart_by_folders_then_by_extensions_unless_they_are_give
 
 def test_one_file_read_in_two_ways_needs_names(folders):
     path = str(folders / "words/train.txt")
-    with pytest.raises(ConfigError, match=r"two sources called 'train'.* Give each a 'name' of its own"):
+    with pytest.raises(ConfigError, match=r"two sources called 'train'.* Give each source its own 'name'"):
         stages_of([path, {"path": path, "sample_by": "line"}])
     with pytest.raises(ConfigError, match=r"token_dtype is 'uint16', but no file of .* takes it"):
         stages_of({"path": path, "token_dtype": "uint16"})
@@ -83,7 +83,7 @@ def test_bounds_and_policy_of_a_source_come_before_those_of_the_run(folders):
 @pytest.mark.parametrize("setting", [{"max_pixels": 4096}, {"overlong": "drop"}])
 def test_one_file_with_two_bounds_or_policies_needs_names(folders, setting):
     path = str(folders / "words/train.txt")
-    with pytest.raises(ConfigError, match=r"two sources called 'train'.* Give each a 'name' of its own"):
+    with pytest.raises(ConfigError, match=r"two sources called 'train'.* Give each source its own 'name'"):
         stages_of([path, {"path": path, **setting}])
 
 

@@ -90,8 +90,8 @@ def test_a_policy_that_is_not_its_reference_at_the_start_is_told(words, monkeypa
     monkeypatch.setattr("headway.train.build.switch_dropout", lambda *_, **__: None)
     train(parse_config(words))
     told = capsys.readouterr().err
-    assert "warning: the first step's loss of preferences is 0." in told
-    assert "and 0.6931 if the model is its reference" in told
+    assert "warning: the first step's preference loss is 0." in told
+    assert "but should be 0.6931, because the model equals its reference" in told
 
 
 def test_dropout_is_off_where_it_is_set_so(words, tmp_path):
@@ -111,7 +111,7 @@ def test_dropout_is_off_where_it_is_set_so(words, tmp_path):
 @pytest.mark.parametrize(
     ("model", "preference", "message"),
     [
-        ({"dropout": True}, {}, "model.dropout is on, and preference compares two forwards"),
+        ({"dropout": True}, {}, "model.dropout is on, but preference compares the model with its reference"),
         ({"lora": {"rank": 2, "dropout": 0.1}}, {}, r"model.lora.dropout 0.1 has no effect with preference, where"),
         ({"lora": {"rank": 2, "dropout": 0.1}, "dropout": False}, None, r"has no effect with model.dropout: off"),
     ],

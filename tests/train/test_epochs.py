@@ -112,7 +112,7 @@ def test_a_stream_that_ends_before_its_steps_finishes_with_all_that_a_run_leaves
     assert (summary.is_complete, summary.evaluation.samples) == (True, 2)
     assert summary.report.samples.total("used").samples == 80
     assert summary.model.exists()
-    assert f"the data ended after step {summary.steps} of 1000, and the run with them" in capfd.readouterr().err
+    assert f"the data ended after step {summary.steps} of 1000, so the run ends" in capfd.readouterr().err
     for resume in (True, None):
         shutil.rmtree(summary.model)  # as if the run had been killed while it wrote it
         with pytest.raises(RunCompleteError, match="there is nothing to train on"):

@@ -320,8 +320,8 @@ def test_held_out_pairs_are_judged_by_their_rewards(words, tmp_path):
     ("changes", "message"),
     [
         ({"preference": {"loss": "kto", "sft": 0.1}}, "sft has no effect with loss 'kto'"),
-        ({"preference": {"loss": "sigmoid", "weights": [2.0, 1.0]}}, "has no effect with loss 'sigmoid'; remove it"),
-        ({"preference": {"loss": "kto", "reference": "none"}}, "kto' compares with a reference"),
+        ({"preference": {"loss": "sigmoid", "weights": [2.0, 1.0]}}, "has no effect with loss 'sigmoid'. Remove it"),
+        ({"preference": {"loss": "kto", "reference": "none"}}, "kto' needs a reference"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(words, changes, message):
@@ -331,11 +331,11 @@ def test_settings_that_do_not_go_together_are_refused(words, changes, message):
 
 def test_rows_that_cannot_be_learnt_are_refused(words, tmp_path):
     words["data"]["overlong"] = "split"
-    with pytest.raises(ConfigError, match="would make several rows of an answer"):
+    with pytest.raises(ConfigError, match="would cut an answer into several rows"):
         parse_config(words)
     words["data"]["overlong"] = "drop"
     path = tmp_path / "chats.jsonl"
     path.write_text(json.dumps({"messages": [*turn("user", "a"), *turn("assistant", "b")]}) + "\n")
     words["data"]["train"] = str(path)
-    with pytest.raises(ConfigError, match="does not say whether its answer is wished for"):
+    with pytest.raises(ConfigError, match="does not say whether its answer is good or bad"):
         train(parse_config(words))

@@ -65,9 +65,9 @@ def test_a_process_without_memory_says_what_held_it(raw, digits, tmp_path):
     assert re.search(r"when [\d.]+ \w+ more were asked for", said), said
     size = r"[\d.]+ \w+"
     rest = rf"activations and temporaries {size}, the program {size}\."
-    assert re.search(rf"Held were {size}: weights {size}, .*optimizer {size}, {rest}", said), said
+    assert re.search(rf"In use: {size}: weights {size}, .*optimizer {size}, {rest}", said), said
     assert re.search(r"The pack had [\d,]+ tokens in [\d,]+ segments .* and [\d,]+ vision patches", said), said
-    assert "needs less, the gentlest first: speed.recompute=full,-attention,-projections,-mlp; " in said, said
+    assert "need less memory, the gentlest first: speed.recompute=full,-attention,-projections,-mlp; " in said, said
     assert (tmp_path / "run/checkpoints/step-000002/manifest.json").exists()
 
 
@@ -169,6 +169,6 @@ def test_only_settings_that_are_not_yet_made_are_named(run, raw):
     raw["speed"] = {"recompute": "full", "loss_chunk": None}
     raw["optim"]["state"] = "8bit"
     message = Explanation(run, parse_config(raw), LoopPhase(3))(MemoryError())
-    assert "What needs less, the gentlest first: speed.loss_chunk=2048; " in message
-    assert "more processes, which share the weights (2 train now)" in message
+    assert "These settings need less memory, the gentlest first: speed.loss_chunk=2048; " in message
+    assert "more processes, which share the weights (2 now)" in message
     assert not any(setting in message for setting in ("speed.recompute", "optim.state", "run.dtype"))

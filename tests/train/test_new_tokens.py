@@ -234,7 +234,9 @@ def test_tokens_that_cannot_be_added_are_refused_by_name(adding, tokens, message
 
 def test_frozen_rows_are_refused(adding):
     adding["model"]["freeze"] = ["*language_model.embed_tokens*"]
-    with pytest.raises(ConfigError, match=r"model.new_tokens get rows in the embedding, and model.freeze holds it"):
+    with pytest.raises(
+        ConfigError, match=r"model.new_tokens add rows to the embedding, but model.freeze freezes the embedding"
+    ):
         train(parse_config(adding))
 
 

@@ -141,7 +141,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(raw, killed_before):
         ("", "mine.py", "give a file and a class in it, such as mine.py:Distil"),
         ("", "gone.py:Distil", r"gone\.py:Distil cannot be imported: FileNotFoundError"),
         ("1 / 0", "mine.py:Distil", "cannot be imported: ZeroDivisionError"),
-        ("Distil = 3", "mine.py:Distil", r"names no subclass of .*Objective; .*mine\.py has none"),
+        ("Distil = 3", "mine.py:Distil", r"names no subclass of .*Objective\. .*mine\.py has none"),
         ("from headway.train.objective import Objective\nclass A(Objective): pass", "mine.py:B", "mine.py has A"),
         (
             EXAMPLE.read_text(),
@@ -152,7 +152,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(raw, killed_before):
         (
             EXAMPLE.read_text().replace('terms = ("agreements",)', "terms = ()"),
             {"path": "mine.py:Distil"},
-            r"the sum 'agreements', which its attribute `terms` \(\) does not name",
+            r"the sum 'agreements', but its attribute `terms` \(\) does not name",
         ),
     ],
 )
@@ -178,7 +178,7 @@ def test_a_resumed_run_refuses_another_file(raw, tmp_path, killed_before):
 
 
 def test_two_objectives_are_one_too_many(raw):
-    with pytest.raises(ConfigError, match="preference and objective both say what is learnt; take one of them out"):
+    with pytest.raises(ConfigError, match=r"preference and objective both set the loss. Take one of them out"):
         parse_config({**raw, "preference": {}})
 
 

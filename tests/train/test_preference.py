@@ -305,9 +305,9 @@ def test_several_ranks_have_the_losses_of_one(pictures, tmp_path, ranks, paralle
     ("changes", "message"),
     [
         ({"loss": "dpo"}, "give one of sigmoid, robust"),
-        ({"gamma": 0.1}, "gamma has no effect with loss 'sigmoid'; remove it or use simpo"),
+        ({"gamma": 0.1}, "gamma has no effect with loss 'sigmoid'. Remove it, or use simpo"),
         ({"loss": "orpo", "reference": "stored"}, "has no effect with loss 'orpo'"),
-        ({"reference": "adapters-off"}, "needs adapters to switch off: set model.lora"),
+        ({"reference": "adapters-off"}, "needs adapters to switch off. Set model.lora"),
         ({"loss": "robust", "label_smoothing": 0.5}, "must be below 0.5"),
     ],
 )
@@ -319,17 +319,19 @@ def test_settings_that_do_not_go_together_are_refused(words, changes, message):
 
 def test_rows_of_another_kind_are_refused(words, digits, tmp_path):
     words["data"]["stream"] = {}
-    with pytest.raises(ConfigError, match="stored' is computed for the rows of an index"):
+    with pytest.raises(ConfigError, match="stored' needs the rows of an index"):
         parse_config(words)
     del words["data"]["stream"]
     del words["preference"]
-    with pytest.raises(ConfigError, match=r"cannot be learnt from: .*a run without the section preference"):
+    with pytest.raises(
+        ConfigError, match=r"Headway cannot train on the first rows .*a run without the section preference"
+    ):
         train(parse_config(words))
     words["preference"] = {}
     path = tmp_path / "chats.jsonl"
     path.write_text(json.dumps({"messages": [*turn("user", "a"), *turn("assistant", "b")]}) + "\n")
     words["data"]["train"] = str(path)
-    with pytest.raises(ConfigError, match=r"line 1: the row is no preference, and the run trains on preferences"):
+    with pytest.raises(ConfigError, match=r"line 1: the row is no preference, but the run trains on preferences"):
         train(parse_config(words))
 
 
@@ -387,6 +389,6 @@ def test_held_out_samples_of_another_kind_are_refused(words, tmp_path):
     words["data"]["eval"] = str(path)
     words["eval"] = {"at_end": True}
     with pytest.raises(
-        ConfigError, match=r"data\.eval holds none, or not only, preferences, and the run trains on preferences"
+        ConfigError, match=r"data\.eval holds samples that are no preferences, but the run trains on preferences"
     ):
         train(parse_config(words))

@@ -177,7 +177,7 @@ def test_a_chosen_rank_of_a_sharded_model_writes_its_own_file(raw, tmp_path):
 @pytest.mark.parametrize(
     ("profile", "words"),
     [
-        ({"start": 1, "ranks": [1]}, "run.profile.ranks names rank 1, and the run has 1 processes"),
+        ({"start": 1, "ranks": [1]}, "run.profile.ranks names rank 1, but the run has 1 processes"),
         ({"start": 1, "memory": True}, "run.profile.memory takes effect on CUDA only"),
     ],
 )

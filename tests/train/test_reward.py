@@ -291,7 +291,7 @@ def test_a_dry_run_plans_a_head_of_one_column(words, tmp_path):
         ({"loss": "reward", "beta": 0.2}, {}, "beta has no effect with loss 'reward'"),
         ({"loss": "reward", "sft": 0.2}, {}, "sft has no effect with loss 'reward'"),
         ({"loss": "reward", "reference": "stored"}, {}, "has no effect with loss 'reward'"),
-        ({"loss": "sigmoid", "center": 0.1}, {}, "center has no effect with loss 'sigmoid'; remove it or use reward"),
+        ({"loss": "sigmoid", "center": 0.1}, {}, "center has no effect with loss 'sigmoid'. Remove it, or use reward"),
         ({"loss": "reward"}, {"loss_chunk": 7}, "loss_chunk has no effect with preference.loss 'reward'"),
     ],
 )

@@ -99,7 +99,7 @@ def test_a_lost_configuration_says_how_to_put_it_back(config, damaged):
     path.unlink()
     if damaged is not None:
         path.write_text(damaged)
-    with pytest.raises(ConfigError, match=r"config.yaml is gone or damaged.*cp CONFIG .*config.yaml"):
+    with pytest.raises(ConfigError, match=r"config.yaml is missing or damaged.*cp CONFIG .*config.yaml"):
         go_on(config)
     path.write_text(whole)
     assert go_on(config)

@@ -187,7 +187,7 @@ def test_a_run_that_restarts_by_itself_goes_on_from_the_newest_sound_checkpoint(
         train(config, resume=True)
     summary = train(config, resume=None)
     assert summary.is_complete
-    assert "It is set aside, and the steps since are taken again." in capfd.readouterr().err
+    assert "Headway sets the checkpoint aside and repeats the steps since." in capfd.readouterr().err
     (resumed,) = map(json.loads, (config.run.folder / "resumes.jsonl").read_text().splitlines())
     assert (resumed["step"], [lost["step"] for lost in resumed["lost"]]) == (2, [3, 4])
     assert "step-000004" in resumed["damaged"][0]

@@ -325,7 +325,9 @@ def test_a_model_that_cannot_share_trains_on_answers_apart_and_says_so(few, tmp_
     assert "own copy" not in capsys.readouterr().err
     few["preference"]["shared_prompts"] = True
     few["run"]["folder"] += "-asked"
-    with pytest.raises(ConfigError, match=r"shared_prompts is true, but .*pairs:sliding.*Set it to auto or false"):
+    with pytest.raises(
+        ConfigError, match=r"shared_prompts is true, but .*pairs:sliding.*Set shared_prompts to auto or false"
+    ):
         train(parse_config(few))
 
 

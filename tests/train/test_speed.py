@@ -52,7 +52,7 @@ def test_on_cuda_blocks_are_compiled_or_kernels_are_ligers_and_it_is_said(model,
     asked = installed("triton", "liger_kernel")
     is_compiled, (line,) = compiles(SpeedConfig(), model, CUDA)
     assert is_compiled
-    assert line == "2 blocks are compiled by torch.compile; speed.compile=false switches that off"
+    assert line == "2 blocks are compiled by torch.compile. Set speed.compile=false to switch compilation off"
     assert put_in_kernels(SpeedConfig(), model, CUDA, is_compiled=True) == ()
     assert put_in_kernels(SpeedConfig(), model, CUDA, is_compiled=False) == ("Liger kernels: 5 RMSNorms",)
     assert asked == ["torch", "torch", "liger"]
@@ -76,7 +76,7 @@ def test_a_model_for_which_there_is_nothing_trains_all_the_same(installed):
     assert not is_compiled
     assert "Linear has no repeated layers" in line
     (line,) = put_in_kernels(SpeedConfig(), lone, CUDA, is_compiled=False)
-    assert line == "kernels are PyTorch's: Liger has none for Linear"
+    assert line == "kernels are PyTorch's, because Liger has none for Linear"
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA])

@@ -72,9 +72,9 @@ def agree(ranks: Ranks, facts_of: Callable[[], Facts]) -> None:
             clauses.append(f"{name} is {_spread(values, hosts)}")
     more = f"; and {len(clauses) - _MOST_NAMED} more" if len(clauses) > _MOST_NAMED else ""
     raise ConfigError(
-        f"the ranks of this run differ in what they would learn: {'; '.join(clauses[:_MOST_NAMED])}{more}. Nothing was "
-        "trained. Start all of them with the same settings, software, model folder and data; paths of the model and "
-        "of data may differ, as may run.device, run.threads, data.workers and data.prefetch_bytes."
+        f"the ranks of this run would train differently: {'; '.join(clauses[:_MOST_NAMED])}{more}. Nothing was "
+        "trained. Start all ranks with the same settings, software, model folder and data. Only paths, run.device, "
+        "run.threads, data.workers and data.prefetch_bytes may differ."
     )
 
 

@@ -134,8 +134,8 @@ def build_trained(
     if is_compiled:
         compile_blocks(model, compile_watch)
     if config.speed.offload == "inputs":
-        memory = "the host's memory" if device.type != "cpu" else "the same memory, as this is a CPU,"
-        notes += (f"what enters {offload_inputs(model)} recomputed blocks waits in {memory} for backward",)
+        memory = "the host's memory" if device.type != "cpu" else "the same memory (this is a CPU)"
+        notes += (f"the inputs of {offload_inputs(model)} recomputed blocks wait in {memory} for backward",)
     if mesh is not None:
         distribute(model, mesh, config, precision)
     if later:
@@ -237,12 +237,14 @@ def compiles(speed: SpeedConfig, model: PreTrainedModel, device: torch.device) -
     if device.type != "cuda":
         return False, ()
     if find_spec("triton") is None:
-        return False, ("blocks are not compiled: torch.compile needs Triton on CUDA, and it is not installed",)
+        return False, (
+            "blocks are not compiled, because torch.compile needs Triton on CUDA and Triton is not installed",
+        )
     try:
         count = len(blocks(model))
     except ConfigError as error:
         return False, (f"nothing is compiled: {error}",)
-    return True, (f"{count} blocks are compiled by torch.compile; speed.compile=false switches that off",)
+    return True, (f"{count} blocks are compiled by torch.compile. Set speed.compile=false to switch compilation off",)
 
 
 def put_in_kernels(
@@ -266,11 +268,11 @@ def put_in_kernels(
     if device.type != "cuda" or is_compiled:
         return plain
     if find_spec("liger_kernel") is None:
-        return ("kernels are PyTorch's; for Liger's, which are faster on CUDA: pip install liger-kernel",)
+        return ("kernels are PyTorch's. Liger's are faster on CUDA: pip install liger-kernel",)
     try:
         return use_kernels(model, "liger", device)
     except ConfigError:  # there is nothing in this model that they compute
-        return (f"kernels are PyTorch's: Liger has none for {type(model).__name__}",)
+        return (f"kernels are PyTorch's, because Liger has none for {type(model).__name__}",)
 
 
 def chosen_recompute(
@@ -363,7 +365,7 @@ def _refuse_another_model(config: TrainConfig, checkpoint: Checkpoint) -> None:
     if wanted != saved:
         keys = [key for key in sorted(wanted.keys() | saved.keys()) if wanted.get(key) != saved.get(key)]
         raise CheckpointError(
-            f"the checkpoint {checkpoint.folder} holds another model than {config.model.path}: they differ in "
+            f"the checkpoint {checkpoint.folder} holds another model than {config.model.path}. The two differ in "
             f"{', '.join(keys)}. Put the model's folder back as it was, or start a new run in another run.folder."
         )
 

@@ -33,9 +33,10 @@ CHAINED = ("step", "samples_digest", "packs", "tokens", "segments")
 _MOST_NAMED = 3  # settings that differ between two runs
 _DIGEST = re.compile("[0-9a-f]{16}")
 _NEVER_PROVED = (
-    "losses, gradient norms, learning rates, times, FLOPs and rates of the records: nothing else holds them",
-    "contents of samples: a digest is of their files, rows and lengths; see data.verify",
-    "weights, optimizer states and generators in checkpoints: a resume compares their files with the manifest",
+    "losses, gradient norms, learning rates, times, FLOPs and rates of the records, because no other file holds "
+    "these numbers",
+    "contents of samples, because a digest covers only their files, rows and lengths (see data.verify)",
+    "weights, optimizer states and generators in checkpoints, because a resume compares these files with the manifest",
 )
 _CHOOSE_NO_SAMPLES = ("data/eval", "data/workers", "data/prefetch_bytes", "data/verify")
 Ranges = tuple[tuple[int, int], ...]
@@ -105,7 +106,10 @@ class Check:
             clauses.append(f"order, packs, tokens and segments of {_named(unordered)}, one by one")
         if self.unwitnessed:
             places = ", ".join(map(format_count, self.unwitnessed))
-            clauses.append(f"that the run went on at the right place after step {places}: no later step to compare")
+            clauses.append(
+                f"that the run went on at the right place after step {places}, because there is no later step to "
+                "compare"
+            )
         if self.incomparable:
             clauses.append(f"that both runs took the same samples: {self.incomparable}")
         return (*clauses, *_NEVER_PROVED)
@@ -116,7 +120,7 @@ class Check:
         if self.faults:
             return "something was lost or repeated, or a record was changed"
         if not self.proved:
-            return "nothing is proved: no step has a witness"
+            return "nothing is proved, because no step has a witness"
         return f"nothing was lost or repeated in {_named(self.proved)}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -170,11 +174,13 @@ class _Steps:
             step = record.get("step")
             if step != expected:
                 raise LogError(
-                    f"{path} has a record of step {step} where that of step {expected} belongs: a step was lost or "
+                    f"{path} has a record of step {step} where that of step {expected} belongs. A step was lost or "
                     "repeated, or the file was edited."
                 )
             if "samples_digest" not in record:
-                raise LogError(f"{path} has no samples_digest in step {expected}; earlier versions wrote none.")
+                raise LogError(
+                    f"{path} has no samples_digest in step {expected}. Earlier versions of Headway wrote none."
+                )
             self.digests.append(_digest(record["samples_digest"]))
             self.packs.append(record["packs"])
             self.fields.append(tuple(record.get(name) for name in CHAINED))
@@ -274,19 +280,19 @@ def _compare_checkpoint(saved: dict[str, Any], step: int, steps: _Steps, witness
         return
     witnesses.checkpoints += 1
     if step > len(steps):
-        witnesses.faults.append(f"there is a checkpoint of step {step}, and the records end at step {len(steps)}")
+        witnesses.faults.append(f"there is a checkpoint of step {step}, but the records end at step {len(steps)}")
         return
     faults = []
     # Samples as a sum, which no order changes; then the chain of steps, where the checkpoint has one.
     if _digest(saved["samples_digest"]) != steps.sums[step]:
-        faults.append(f"the checkpoint of step {step} had other samples behind it than the records")
+        faults.append(f"the checkpoint of step {step} followed other samples than the records")
     if (chain := saved.get("samples_chain")) is not None:
         if chain["digest"] == steps.chain(chain["since"], step):
             witnesses.chains[step] = int(chain["since"])
         elif not faults:
             faults.append(
-                f"the checkpoint of step {step} had steps in another order behind it, or with other packs, tokens or "
-                "segments, than the records"
+                f"the checkpoint of step {step} followed other packs, tokens or segments than the records, or the "
+                "same in another order"
             )
     # The feed's own counts must be the records' totals.
     for name, count in _feed_counts(saved.get("report")).items():
@@ -298,7 +304,7 @@ def _compare_checkpoint(saved: dict[str, Any], step: int, steps: _Steps, witness
         witnesses.counts += name == "tokens"
         if count != recorded:
             faults.append(
-                f"by the checkpoint of step {step} the feed had handed out {format_count(count)} {name}, and the "
+                f"by the checkpoint of step {step} the feed had handed out {format_count(count)} {name}, but the "
                 f"records have {format_count(recorded)}"
             )
     if not faults:

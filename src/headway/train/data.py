@@ -82,7 +82,7 @@ def open_feed(
     if data.prefetch_bytes > memory_bytes:
         raise ConfigError(
             f"data.prefetch_bytes {data.prefetch_bytes} is more than this machine's memory of {memory_bytes} bytes, "
-            "which packs made ahead would fill. Lower it; 2**30 (1 GiB) is the default."
+            "so packs made ahead would fill the memory. Lower data.prefetch_bytes. The default is 2**30 (1 GiB)."
         )
     # Sources of packs, and the share of the packs that this rank takes.
     sources, stages = open_stages(data, config.optim.epochs)
@@ -172,7 +172,7 @@ def _check_kinds(sources: Sequence[Source], rule: RowRule) -> None:
                 break
         else:
             if reason is not None:
-                raise ConfigError(f"The first rows of {source.name} cannot be learnt from: {reason}") from reason
+                raise ConfigError(f"Headway cannot train on the first rows of {source.name}: {reason}") from reason
 
 
 def make_collator(
@@ -245,7 +245,7 @@ def open_stages(data: DataConfig, epochs: float | None = None) -> tuple[tuple[So
             if _identity(opened[name][0]) != _identity(part):
                 raise ConfigError(
                     f"the training data have two sources called {name!r}: {opened[name][0].path} and {part.path}, or "
-                    "one of them with other settings. Give each a 'name' of its own."
+                    "the same path with other settings. Give each source its own 'name'."
                 )
             weight = part.weight if isinstance(part, MixPart) else None
             if weight is None and part.epochs is None and epochs is None and not stage.mix:  # alone in an endless stage

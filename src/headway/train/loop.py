@@ -176,7 +176,7 @@ class Loop:
         if shared.flags.failure:
             phase.at("data wait")
             self._last.all_know = True
-            raise failure or TrainingError(f"{shared.flags.failure}. So this process ends with it.")
+            raise failure or TrainingError(f"{shared.flags.failure}. This process ends too.")
         return batches, shared
 
     def _compute(self, batches: Sequence[Batch], shared: StepShare) -> tuple[list[Batch], StepSums]:
@@ -277,12 +277,12 @@ def _data_ended(run: Run, step: int) -> str:
     if step == (run.checkpoint.step if run.checkpoint else 0):
         kind = RunCompleteError if run.checkpoint else TrainingError
         raise kind(
-            f"the data ended after step {step} of {run.steps}, so there is nothing to train on. Leave 'epochs' out of "
-            "data.train to go on as long as there are steps, or give more data."
+            f"the data ended after step {step} of {run.steps}, so there is nothing to train on. Leave 'epochs' out "
+            "of data.train to train for all steps, or give more data."
         )
     return (
-        f"warning: the data ended after step {step} of {run.steps}, and the run with them, before its schedule did. "
-        "Leave 'epochs' out of data.train to go on as long as there are steps."
+        f"warning: the data ended after step {step} of {run.steps}, so the run ends before its schedule. Leave "
+        "'epochs' out of data.train to train for all steps."
     )
 
 

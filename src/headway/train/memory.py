@@ -63,11 +63,11 @@ class Explanation:
                 f" ({format_count(load.slots)} slots) and {format_count(load.patches)} vision patches."
             )
         return (
-            f"out of memory on {run.device} (rank {run.ranks.rank}) in {phase}"
-            f"{f', when {format_bytes(requested)} more were asked for' if requested else ''}. "
-            f"Held were {format_bytes(total)}: {parts}.{pack} {self._way_out()} "
-            f"{self._snapshot()}The last checkpoint is whole; change the setting and go on with "
-            f"{Argument('resume', True)} where it may be changed."
+            f"out of memory on {run.device} (rank {run.ranks.rank}) in "
+            f"{phase}{f', when {format_bytes(requested)} more were asked for' if requested else ''}. In use: "
+            f"{format_bytes(total)}: {parts}.{pack} {self._way_out()} {self._snapshot()}The last checkpoint is "
+            "complete. If the setting may change in a resumed run, change it and go on with "
+            f"{Argument('resume', True)}."
         )
 
     def _snapshot(self) -> str:
@@ -80,7 +80,7 @@ class Explanation:
             torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]  # torch leaves it so
         except (OSError, RuntimeError, AttributeError) as error:
             return f"No snapshot of the allocator could be written: {error}. "
-        return f"What the allocator held is in {path}; open it at https://docs.pytorch.org/memory_viz. "
+        return f"{path} shows the allocator's memory. Open the file at https://docs.pytorch.org/memory_viz. "
 
     def _way_out(self) -> str:
         """Say which settings fit the device by the memory plan; without a plan, which would need less."""
@@ -93,8 +93,8 @@ class Explanation:
                 return planned
         gentlest = "; ".join(" and ".join(settings) for settings in gentlest_first(self._config))
         return (
-            f"What needs less, the gentlest first: {gentlest}; more processes, which share the weights "
-            f"({run.ranks.size} train now). `headway train --dry-run` says how much each needs."
+            f"These settings need less memory, the gentlest first: {gentlest}; more processes, which share the "
+            f"weights ({run.ranks.size} now). `headway train --dry-run` shows how much memory each needs."
         )
 
 

@@ -219,8 +219,8 @@ class Objective:
         """
         if self.parts.group is not None:
             raise ConfigError(
-                f"the model {path} runs beside the trained one and needs whole packs, and parallel.sequence "
-                f"{self.parts.config.parallel.sequence} deals each among processes: set it to 1."
+                f"the model {path} runs beside the trained model and needs whole packs, but parallel.sequence "
+                f"{self.parts.config.parallel.sequence} splits packs over processes. Set it to 1."
             )
         model = load_model(path, dtype=self.parts.precision.params, device=self.parts.device)
         try_packs(model, tokens=self.parts.config.data.tokens_per_pack)
@@ -270,7 +270,7 @@ def _own_objective(settings: ObjectiveConfig, parts: RunParts) -> Objective:
             if isinstance(value, type) and issubclass(value, Objective) and value.__module__ == module.__name__
         ]
         raise ConfigError(
-            f"objective {settings.path} names no subclass of headway.train.objective.Objective; {path} has "
+            f"objective {settings.path} names no subclass of headway.train.objective.Objective. {path} has "
             f"{', '.join(classes) or 'none'}."
         )
     try:

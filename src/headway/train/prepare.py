@@ -135,7 +135,9 @@ class Run:
             f"peak {peak.flops_per_s / 1e9:,.1f} GFLOP/s a device, {peak.kind} of {peak.name} ({peak.source})",
         ]
         lines += [*self.trained.notes, *self.optimizer.notes, *self.notes]
-        lines += [f"warning: {fault} It is set aside, and the steps since are taken again." for fault in self.damaged]
+        lines += [
+            f"warning: {fault} Headway sets the checkpoint aside and repeats the steps since." for fault in self.damaged
+        ]
         return lines + ([f"resumed from {shown(self.checkpoint.folder)}"] if self.checkpoint else [])
 
     def place(self, step: int) -> Place:
@@ -211,7 +213,7 @@ def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folde
     phase.at("counting the steps", watched=False)  # a run to the end of its data plans all of its steps here
     steps, notes = _length(config, feed, checkpoint)
     if checkpoint is not None and FILES not in position:
-        notes += (f"{checkpoint.folder} names no data files, so that only lengths of samples were compared",)
+        notes += (f"{checkpoint.folder} names no data files, so Headway compared only the lengths of samples",)
     if ranks.is_first:
         notes += tuple(f"warning: {note}" for source in feed.sources for note in source.notes())
     feed.needed = steps - (checkpoint.step if checkpoint is not None else 0)
@@ -269,8 +271,8 @@ def _checkpoint(
         raise _nothing_left(config, checkpoint)
     if checkpoint and config.objective and checkpoint.position().get(OBJECTIVE, "") != config.objective.digest:
         raise ConfigError(
-            f"the run began with another {config.objective.path}: a resumed run repeats exactly what an uninterrupted "
-            "one would have done. Put the file back as it was, or start another run."
+            f"the run began with another {config.objective.path}, but a resumed run must repeat an uninterrupted run "
+            "exactly. Put the file back, or start another run."
         )
     return checkpoint, damaged
 
@@ -356,8 +358,8 @@ def _length(config: TrainConfig, feed: Feed, checkpoint: Checkpoint | None) -> t
             notes = [f"{config.optim.epochs:g} epochs are {format_count(steps)} steps"]
         elif steps < limit:
             notes = [
-                f"warning: the data end after {format_count(steps)} of {format_count(limit)} steps, the run and its "
-                "schedule with them; optim.epochs instead of optim.steps says how often they play"
+                f"warning: the data end after {format_count(steps)} of {format_count(limit)} steps, and so do the "
+                "run and its schedule. Set optim.epochs instead of optim.steps to say how often the data play"
             ]
     return steps, (*notes, *(f"warning: {text}" for text in (*warnings(config, steps), *feed.warnings)))
 
@@ -365,8 +367,8 @@ def _length(config: TrainConfig, feed: Feed, checkpoint: Checkpoint | None) -> t
 def _nothing_left(config: TrainConfig, checkpoint: Checkpoint) -> RunCompleteError:
     folder = shown(config.run.folder)
     return RunCompleteError(
-        f"the run in {folder} has taken all of its {checkpoint.step} steps, so there is nothing to resume. "
-        f"Raise optim.steps or optim.epochs to go on, or start another run {from_weights_of(config.run.folder)}."
+        f"the run in {folder} has finished all of its {checkpoint.step} steps, so there is nothing to resume. Raise "
+        f"optim.steps or optim.epochs to go on, or start another run {from_weights_of(config.run.folder)}."
     )
 
 
@@ -377,8 +379,8 @@ def _best_so_far(config: TrainConfig, position: Mapping[str, Any]) -> BestEvalua
     if best.has_ended(config.eval.stop_after):
         folder = shown(config.run.folder)
         raise RunCompleteError(
-            f"the run in {folder} ended early: {best.since} evaluations have not bettered {best.text}, as "
-            f"eval.stop_after {config.eval.stop_after} asks for. Raise it to go on, or set it to null."
+            f"the run in {folder} ended early: {best.since} evaluations were no better than {best.text}, and "
+            f"eval.stop_after is {config.eval.stop_after}. Raise eval.stop_after to go on, or set it to null."
         )
     return best
 
@@ -397,11 +399,13 @@ def make_mesh(parallel: ParallelConfig, ranks: Ranks, device: torch.device) -> M
     idle = sorted(settings_off_default(parallel) & {"reshard", "reduce", "reduce_dtype", "offload"})
     if ranks.size == 1 and idle:
         raise ConfigError(
-            f"parallel.{idle[0]} has no effect on one process, which keeps its model whole. Take it out, or start more "
-            "with torchrun --nproc-per-node N --no-python headway train ..."
+            f"parallel.{idle[0]} has no effect on one process, because one process holds the whole model. Take the "
+            "setting out, or start more processes with torchrun --nproc-per-node N --no-python headway train ..."
         )
     if parallel.offload and device.type == "cpu":
-        raise ConfigError("parallel.offload has no effect on a CPU, whose memory is the host's. Take it out.")
+        raise ConfigError(
+            "parallel.offload has no effect on a CPU, because a CPU computes in the host's memory. Take it out."
+        )
     return build_mesh(shape, device.type) if ranks.size > 1 else None
 
 
@@ -462,8 +466,8 @@ def _encoder(config: TrainConfig, model: PreTrainedModel, checkpoint: Checkpoint
     settings = ProcessorSettings.of(**config.of_processor())
     if settings.chats != ChatSettings() and lays_out_packs(model.config):
         raise ConfigError(
-            f"model.chat_template and model.chat_template_kwargs have no effect on {model_name(model)}, whose family "
-            "writes texts between tokens of its own. Leave them out."
+            f"model.chat_template and model.chat_template_kwargs have no effect on {model_name(model)}, because "
+            "models of its family take no chat template. Leave them out."
         )
     processor = load_processor(config.model.path)
     settings.write_into(processor, embedding_rows(load_model_config(config.model.path)))
@@ -483,6 +487,6 @@ def _check_same_template(processor: Any, before: Path) -> None:
     file, now = before / "chat_template.jinja", getattr(processor, "chat_template", None)
     if file.is_file() and isinstance(now, str) and file.read_text(encoding="utf-8") != now:
         raise ConfigError(
-            f"the run began with another chat template, which {file} holds: a resumed run repeats exactly what an "
-            "uninterrupted one would have done. Put it back, as with model.chat_template, or start another run."
+            f"the run began with another chat template (in {file}), but a resumed run must repeat an uninterrupted "
+            "run exactly. Put the template back, for example with model.chat_template, or start another run."
         )

@@ -70,13 +70,12 @@ class ProfileWindow(ProfiledSteps):
     ) -> None:
         if max(settings.ranks) >= size:
             raise ConfigError(
-                f"run.profile.ranks names rank {max(settings.ranks)}, and the run has {size} processes, ranks 0 to "
+                f"run.profile.ranks names rank {max(settings.ranks)}, but the run has {size} processes, ranks 0 to "
                 f"{size - 1}."
             )
         if settings.memory and meter.device.type != "cuda":
             raise ConfigError(
-                f"run.profile.memory takes effect on CUDA only, whose allocator PyTorch can record; the run is on "
-                f"{meter.device}. Take it out."
+                f"run.profile.memory takes effect on CUDA only, but the run is on {meter.device}. Take it out."
             )
         steps = range(settings.start, settings.last + 1)
         super().__init__(meter, folder / "profile", steps=steps, ranks=settings.ranks, report=note)

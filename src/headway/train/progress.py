@@ -96,8 +96,8 @@ class Progress:
         if parting is not None and parting.least.step != self._parted_since:
             self._parted_since = parting.least.step
             self.note(
-                f"warning: {parting}: the model learns its training samples by heart. checkpoint.keep_best keeps the "
-                "best checkpoint, eval.stop_after ends a run by itself; more data or fewer epochs help."
+                f"warning: {parting}. The model overfits its training samples. Use more data or fewer epochs. "
+                "checkpoint.keep_best keeps the best checkpoint, and eval.stop_after ends such a run early."
             )
 
     def __enter__(self) -> Self:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from io import FileIO
 
 _MOST_WAITING = 10_000  # records of about 2 kB that wait in memory for a disk that takes none
-_WAITING = "They wait in memory, and are written once that succeeds; training goes on."
+_WAITING = "The records wait in memory until the file can be written. Training goes on."
 
 
 def describe_software() -> dict[str, Any]:
@@ -111,8 +111,8 @@ class MetricsLog:
             self._file = self._opened(path)
         if os.fstat(self._file.fileno()).st_nlink == 0:
             warnings.warn(
-                f"{path} was deleted while the run writes to it: the records so far are lost. Later ones go to a new "
-                "file of that name.",
+                f"{path} was deleted during the run, so the records so far are lost. Later records go to a new file "
+                "of that name.",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -147,7 +147,8 @@ class MetricsLog:
                     if not file.read(1):
                         break  # torn by a kill
                     raise TrainingError(
-                        f"{path}, line {number} is no record of a step. Repair or delete the line, then resume again."
+                        f"{path}, line {number} is not the record of a step. Repair or delete the line, then "
+                        "resume again."
                     )
                 if redone or record.get("step", last_step) > last_step:
                     redone.append({name: record.get(name) for name in ("kind", "step", "packs", "samples_digest")})
@@ -188,8 +189,8 @@ def _refusals(path: Path) -> Iterator[None]:
     except OSError as error:
         raise TrainingError(
             f"{path} cannot be written: {error.strerror or error}. Make room or bring the disk back, then go on with "
-            f"{Argument('resume', True)}: checkpoints that are there are whole, and the steps since the last one are "
-            "taken again."
+            f"{Argument('resume', True)}. Existing checkpoints are complete, and the run repeats the steps since the "
+            "last one."
         ) from error
 
 

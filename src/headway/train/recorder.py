@@ -172,10 +172,10 @@ class StepRecorder:
             where = f"{self._bad_samples} with all of them could not be written: {error.strerror}"
         row = f", after {self._may_skip} updates in a row that were left out" if self._may_skip else ""
         return (
-            f"step {step} has loss {loss} and gradient norm {grad_norm}{row}: training has diverged or met a sample "
-            f"that it cannot digest. The learning rate was {pending.lr:.3g}; lower optim.lr or lengthen "
-            f"optim.warmup_steps. This rank's packs held {len(samples)} samples, the first {', '.join(samples[:3])}; "
-            f"{where}. The checkpoints written before are whole."
+            f"step {step} has loss {loss} and gradient norm {grad_norm}{row}. Training has diverged, or a sample is "
+            f"bad. The learning rate was {pending.lr:.3g}. Lower optim.lr, or lengthen optim.warmup_steps. This "
+            f"rank's packs held {len(samples)} samples, the first {', '.join(samples[:3])}; {where}. Earlier "
+            "checkpoints are complete."
         )
 
     def _by_source(self, losses: Sequence[float], share: StepShare) -> dict[str, dict[str, float | None]]:

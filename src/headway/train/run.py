@@ -116,10 +116,10 @@ def _run(config: TrainConfig, run: Run, phase: LoopPhase, start_ns: int) -> RunS
         utilisation = run.meter.close()
         if end.stopped_by and end.step < run.steps:
             signal, resume = STOPPING[end.stopped_by], Argument("resume", True)
-            out.progress.note(f"stopped by {signal} after step {end.step}; continue with {resume}")
+            out.progress.note(f"stopped by {signal} after step {end.step}. Continue with {resume}")
         elif end.ended_early:
             out.progress.note(
-                f"ended early after step {end.step} of {run.steps}: {run.best.since} evaluations have not bettered "
+                f"ended early after step {end.step} of {run.steps}: {run.best.since} evaluations were no better than "
                 f"{run.best.text}"
             )
         for warning in utilisation.warnings:
@@ -348,7 +348,7 @@ class RunWarnings:
             return ""
         return (
             f"MFU of the last {len(last)} steps is {format_share(now)}, {format_share(1 - now / usual)} below the "
-            f"run's own median of {format_share(usual)}; waiting for data is in neither."
+            f"run's own median of {format_share(usual)}. Neither number contains waiting for data."
         )
 
 

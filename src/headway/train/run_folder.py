@@ -177,8 +177,8 @@ class RunFolder:
             refuse_existing_run(self.path)
         elif resume and not has_run(self.path):
             raise ConfigError(
-                f"there is no run to resume in {shown(self.path)}; start one without {Argument('resume', True)}, or "
-                "give its run.folder."
+                f"there is no run to resume in {shown(self.path)}. Start a run without {Argument('resume', True)}, "
+                "or give the run.folder of the run."
             )
 
     def _take(self) -> None:
@@ -225,9 +225,8 @@ def _check_unchanged(config: TrainConfig, folder: Path) -> None:
     ]
     if changes:
         raise ConfigError(
-            f"the run in {shown(folder)} began with other settings: {'; '.join(changes)}. A resumed run repeats "
-            "exactly what an uninterrupted one would have done, so set them back; or start another run "
-            f"{from_weights_of(folder)}."
+            f"the run in {shown(folder)} began with other settings: {'; '.join(changes)}. A resumed run must repeat "
+            f"an uninterrupted run exactly. Set these settings back, or start another run {from_weights_of(folder)}."
         )
     _check_goes_further(before, now)
 
@@ -238,15 +237,16 @@ def _check_goes_further(before: Mapping[str, Any], now: Mapping[str, Any]) -> No
     if wanted is not None and (planned is None or wanted < planned):
         instead = f"{planned:g} epochs or more" if planned is not None else f"optim.steps {before.get('optim.steps')}"
         raise ConfigError(
-            f"the run began with {instead} and cannot go on with optim.epochs {wanted:g}: samples beyond them may lie "
-            "in packs that are planned already. Stop it by optim.steps instead, or start another run."
+            f"the run began with {instead} and cannot go on with optim.epochs {wanted:g}, because samples beyond "
+            "these epochs may lie in packs that are planned already. Stop the run by optim.steps instead, or start "
+            "another run."
         )
 
 
 def _unknown_settings(path: Path) -> ConfigError:
     return ConfigError(
-        f"{path} is gone or damaged, so nothing says which settings the run began with; weights and records are not "
-        f"touched by that. If those given now are the same, put them there with `cp CONFIG {path}` and resume again."
+        f"{path} is missing or damaged, so the settings that the run began with are not known. Weights and records "
+        f"are unharmed. If your settings are the same, copy them with `cp CONFIG {path}` and resume again."
     )
 
 

@@ -117,8 +117,8 @@ class StepSums:
         """
         if unknown := [name for name in sums if name not in self._terms]:
             raise ConfigError(
-                f"the objective gives the sum {unknown[0]!r}, which its attribute `terms` {tuple(self._terms)} does "
-                "not name. Name it there, so that all ranks add up the same numbers."
+                f"the objective gives the sum {unknown[0]!r}, but its attribute `terms` {tuple(self._terms)} does "
+                "not name this sum. Name the sum there, so that all ranks add up the same numbers."
             )
         zero = self._term_M.new_zeros(())
         self._term_M += torch.stack([sums.get(name, zero).to(self._term_M.dtype) for name in self._terms])

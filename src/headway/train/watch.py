@@ -117,8 +117,8 @@ class Watchdog:
     def _end(self, stood_s: float) -> None:
         text = (
             f"rank {self._rank} has made no progress for {stood_s:.0f} s (run.watchdog_s is {self._limit_s:g}) in "
-            f"{self._phase}. Where all ranks wait in an exchange, the one that left no such file, or stands somewhere "
-            "else, is the cause."
+            f"{self._phase}. If all ranks wait in an exchange, the cause is the rank that left no such file, or that "
+            "stands somewhere else."
         )
         try:
             is_written = _in_time(lambda: self._write_traces(text))
@@ -175,8 +175,8 @@ def explain_errors(phase: LoopPhase, explain_memory: Callable[[BaseException], s
     except OSError as error:
         raise TrainingError(
             f"{error.filename or 'a file'} could not be read or written in {phase}: {error.strerror or error}. Make "
-            f"room or bring the disk back, then go on with {Argument('resume', example='None')}; checkpoints that are "
-            "there are whole."
+            f"room or bring the disk back, then go on with {Argument('resume', example='None')}. Existing "
+            "checkpoints are complete."
         ) from error
     except (MemoryError, RuntimeError) as error:
         if is_out_of_memory(error):
@@ -184,8 +184,8 @@ def explain_errors(phase: LoopPhase, explain_memory: Callable[[BaseException], s
         if isinstance(error, dist.DistError) or any(sign in str(error) for sign in _LOST):
             raise RankLostError(
                 f"another rank ended or did not answer in {phase}: {first_line(error).partition('. ')[0]}. That "
-                f"rank's output says why. Start again with {Argument('resume', example='None')}; "
-                "torchrun --max-restarts does so by itself."
+                f"rank's output says why. Start again with {Argument('resume', example='None')}. torchrun "
+                "--max-restarts restarts by itself."
             ) from error
         _note_rank(error, phase)
         raise
@@ -200,9 +200,9 @@ def _note_rank(error: Exception, phase: LoopPhase) -> None:
     """Have the traceback of an error that nobody foresaw end with the rank that it ended, and with the way on."""
     if dist.is_initialized() and dist.get_world_size() > 1 and not getattr(error, "__notes__", ()):
         error.add_note(
-            f"Error: rank {dist.get_rank()} of {dist.get_world_size()} ended in {phase} by this error of its own, and "
-            f"the other ranks end with it. Start again with {Argument('resume', example='None')}; checkpoints that are "
-            "there are whole."
+            f"Error: rank {dist.get_rank()} of {dist.get_world_size()} ended in {phase} by this error of its own, "
+            f"and the other ranks end with it. Start again with {Argument('resume', example='None')}. Existing "
+            "checkpoints are complete."
         )
 
 
