@@ -185,7 +185,7 @@ def test_giving_up_on_a_function_is_named_even_in_the_warm_up():
     with torch._dynamo.config.patch(recompile_limit=1):
         model(**pack([20, 13]))
     (guard,) = watch.since().guards
-    assert "torch's recompile limit is reached: it runs uncompiled" in guard
+    assert "it now runs uncompiled, because torch's recompile limit is reached" in guard
     assert CompileWatch(is_strict=True).since() == (False, (), ())  # of another run in the same process
 
 

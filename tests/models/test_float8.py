@@ -25,7 +25,7 @@ def build(family, **sizes):
 
 def test_a_device_without_float8_is_refused(monkeypatch, tmp_path):
     run = RunConfig(folder=tmp_path, dtype="float8")
-    with pytest.raises(ConfigError, match=r"run\.dtype 'float8'.*8\.9 or newer, and the run is on cpu; use float32"):
+    with pytest.raises(ConfigError, match=r"run\.dtype 'float8'.*8\.9 or newer, but the run is on cpu\. Use float32"):
         choose_precision(run, torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100-SXM4-80GB")

@@ -268,7 +268,7 @@ def test_a_model_that_cuts_its_logits_short_is_refused_when_it_runs():
     model = build(tiny_config("qwen3"))
     inputs, labels_T = pack()
     head = model_with_loss(model, chunk=8)
-    with pytest.raises(TrainingError, match=r"on \(1, 1\) slots, and for the first time, where 23 slots have labels"):
+    with pytest.raises(TrainingError, match=r"on \(1, 1\) slots, for the first time, but 23 slots have labels"):
         head(inputs | {"logits_to_keep": 1}, labels_T)
     assert isinstance(head, ChunkedLoss)
     assert model(**inputs).logits.shape == (1, LENGTH, 160)  # a failed call leaves nothing behind

@@ -101,7 +101,7 @@ def test_standard_rotary_functions_are_found(family, functions):
 
 def test_liger_without_cuda_or_package_is_refused(monkeypatch):
     model = build("qwen3")
-    with pytest.raises(ConfigError, match=r"speed\.kernels is 'liger', whose kernels run on CUDA only.*on cpu.*=torch"):
+    with pytest.raises(ConfigError, match=r"speed\.kernels is 'liger', which runs on CUDA only.*on cpu.*=torch"):
         use_kernels(model, "liger", CPU)
     real = importlib.util.find_spec
     monkeypatch.setattr(kernels, "find_spec", lambda name: None if name == "liger_kernel" else real(name))
@@ -243,7 +243,7 @@ def test_auto_takes_flash_attention_3_where_it_runs_and_says_so():
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (("torch.cuda.get_device_capability", lambda _: (8, 0)), r"capability 9\.x \(H100, H200\), and cuda has 8\.0"),
+        (("torch.cuda.get_device_capability", lambda _: (8, 0)), r"capability 9\.x \(H100, H200\), but cuda has 8\.0"),
         (("headway.models.attention.cuda_kernel.find_spec", lambda _: None), "flash_attn_interface is not installed"),
         (
             ("torch.nn.attention._fa3._fa3_import_module", Mock(side_effect=RuntimeError("no backward"))),
@@ -254,7 +254,7 @@ def test_auto_takes_flash_attention_3_where_it_runs_and_says_so():
 def test_without_flash_attention_3_auto_says_why_and_its_name_is_refused(change, why, monkeypatch):
     monkeypatch.setattr(*change)
     (line,) = choose_kernel("auto", CUDA)
-    assert re.match(rf"{FA2_LINE}; FlashAttention-3 is not used, as .*{why}", line)
+    assert re.match(rf"{FA2_LINE}; FlashAttention-3 is not used, because .*{why}", line)
     with pytest.raises(ConfigError, match=rf"'fa3' \(FlashAttention-3\), but .*{why}.*speed\.attention=auto"):
         choose_kernel("fa3", CUDA)
     assert current_flash_attention_impl() is None

@@ -128,5 +128,5 @@ def test_a_model_that_transformers_cannot_resize_is_refused_by_name(tmp_path, mo
         raise NotImplementedError("not here")
 
     monkeypatch.setattr(model, "resize_token_embeddings", refuse)
-    with pytest.raises(ConfigError, match=r"transformers cannot resize that of Qwen3VL.*: not here"):
+    with pytest.raises(ConfigError, match=r"transformers cannot resize the embedding of Qwen3VL.*: not here"):
         resize(model, 10_000)

@@ -133,5 +133,5 @@ def test_pages_serve_pack_after_pack_and_come_back_when_a_graph_is_dropped(monke
 
 def test_an_input_that_is_hidden_from_the_checkpoint_is_an_error():
     """As blocks that are called by name have it, transformers binds it before it recomputes."""
-    with pytest.raises(ConfigError, match="gives it by name"):
+    with pytest.raises(ConfigError, match="gives the input by name"):
         InputStore().around(lambda run: run(), learns=True)(lambda: torch.ones(3))

@@ -18,8 +18,8 @@ def test_auto_is_what_the_device_computes_in(tmp_path):
 @pytest.mark.parametrize(
     ("dtype", "device", "message"),
     [
-        ("float32", CUDA, r"'float32' takes effect on a CPU only, and the run is on cuda:0.*dtype=bfloat16-autocast"),
-        ("bfloat16-autocast", CPU, r"'bfloat16-autocast' takes effect on CUDA only.*on cpu; use float32 or auto"),
+        ("float32", CUDA, r"'float32' takes effect on a CPU only, but the run is on cuda:0.*dtype=bfloat16-autocast"),
+        ("bfloat16-autocast", CPU, r"'bfloat16-autocast' takes effect on CUDA only.*on cpu\. Use float32 or auto"),
         ("bfloat16-params", CPU, r"'bfloat16-params' takes effect on CUDA only"),
     ],
 )

@@ -194,7 +194,9 @@ def test_a_compiled_layer_computes_the_same_and_keeps_no_dequantised_weight():
 
 def test_nothing_to_hold_is_an_error():
     model = load_model(tiny_config("qwen3"), random_init=True, device="meta")
-    with pytest.raises(ConfigError, match=r"model.base 'nf4' holds frozen linear layers .* has none here. Take it out"):
+    with pytest.raises(
+        ConfigError, match=r"model.base 'nf4' holds frozen linear layers .* has none. Take model.base out"
+    ):
         quantise_base(model, tiny_ledger("qwen3"), "nf4")
 
 

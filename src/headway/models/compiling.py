@@ -76,9 +76,9 @@ class CompileWatch:
         self._reported_kinds |= kinds.keys()
         if guards and self._is_strict:
             raise TrainingError(
-                f"{len(guards)} recompilations after the warm-up, which speed.recompiles=error forbids: "
-                f"{'; '.join(news or guards)}. A size or setting that differs from pack to pack is compiled as a "
-                "constant. Set speed.recompiles=warn to go on all the same, or speed.compile=false."
+                f"{len(guards)} recompilations after the warm-up, but speed.recompiles=error forbids them: "
+                f"{'; '.join(news or guards)}. The compiler takes a size or setting as constant, but it differs from "
+                "pack to pack. Set speed.recompiles=warn to go on, or speed.compile=false."
             )
         return Compilations(happened, guards, news)
 
@@ -100,7 +100,7 @@ class CompileWatch:
             function = f"{metrics.compile_id}".partition("/")[0] + "/"
             reasons = [reason for reason in failed if reason.startswith(function)] or [metrics.recompile_reason]
             guards = " and ".join(dict.fromkeys(map(_guard, reasons)))
-            limit = ", and torch's recompile limit is reached: it runs uncompiled" if gives_up else ""
+            limit = ", and it now runs uncompiled, because torch's recompile limit is reached" if gives_up else ""
             self._guards.append(f"{metrics.co_name}: {guards}{limit}")
 
     def _failed(self) -> list[str]:

@@ -38,7 +38,8 @@ def denoiser_config(path: Path) -> dict[str, Any]:
         check_config(file)
     except (ValueError, OSError) as error:
         raise CheckpointError(
-            f"The configuration in {file} cannot be read: {first_line(error)}. Save it anew with save_pretrained."
+            f"The configuration in {file} cannot be read: {first_line(error)}. Save the model again with "
+            "save_pretrained."
         ) from error
     settings = _read(file)
     _class_of(settings.get("_class_name"), file)
@@ -62,8 +63,8 @@ def denoiser_on_shapes(settings: dict[str, Any]) -> nn.Module:
         if is_out_of_memory(error):
             raise
         raise CheckpointError(
-            f"{kind.__name__} of diffusers cannot be built from its configuration: {first_line(error)}. Save it anew "
-            "with save_pretrained, or install the version of diffusers that wrote it "
+            f"{kind.__name__} of diffusers cannot be built from its configuration: {first_line(error)}. Save the "
+            "model again with save_pretrained, or install the version of diffusers that wrote it "
             f"({settings.get('_diffusers_version', 'not stated')})."
         ) from error
     finally:
@@ -109,7 +110,7 @@ def _class_of(name: Any, file: Path | str) -> Any:
     if kind is None:
         raise UnknownModelError(
             f"{file} names the class {str(name)[:80]!r}, which this version of diffusers does not have as a model. "
-            "Install a newer one, or trace the model yourself: headway.trace(model, inputs=...)."
+            "Install a newer version, or trace the model yourself: headway.trace(model, inputs=...)."
         )
     return kind
 
@@ -127,8 +128,8 @@ def _read(file: Path) -> dict[str, Any]:
         settings = json.loads(read_text(file, most=SETTINGS_BYTES))
     except (ValueError, RecursionError, OSError) as error:
         raise CheckpointError(
-            f"{file} cannot be read: {first_line(error)}. Save it anew with save_pretrained."
+            f"{file} cannot be read: {first_line(error)}. Save the model again with save_pretrained."
         ) from error
     if not isinstance(settings, dict):
-        raise CheckpointError(f"{file} is no JSON object. Save it anew with save_pretrained.")
+        raise CheckpointError(f"{file} is no JSON object. Save the model again with save_pretrained.")
     return settings

@@ -89,9 +89,9 @@ def check_config(path: Path) -> None:
         words = name.lower().replace("-", "_").split("_")
         counts = any(word.rstrip("s") in _LAYERS for word in words) and not any(word in _SIZED for word in words)
         if counts and value > MAX_LAYERS:
-            raise ValueError(f"{name} is {str(value)[:20]}; a model has at most {MAX_LAYERS:,} layers")
+            raise ValueError(f"{name} is {str(value)[:20]}, but a model has at most {MAX_LAYERS:,} layers")
         if name in _WIDTHS and not 0 <= value <= MAX_WIDTH:  # a value that is no number fails here too
-            raise ValueError(f"{name} is {str(value)[:20]}; a model has 0 to {MAX_WIDTH:,}")
+            raise ValueError(f"{name} is {str(value)[:20]}, but a model has 0 to {MAX_WIDTH:,}")
 
 
 def check_tokenizer(path: Path) -> None:
@@ -107,7 +107,9 @@ def check_tokenizer(path: Path) -> None:
         for step in _steps(content.get(part)):
             growth *= max(1, _growth(step))
         if growth > MAX_GROWTH:
-            raise ValueError(f"its {part} makes up to {growth:,} letters of each one; at most {MAX_GROWTH} are allowed")
+            raise ValueError(
+                f"its {part} makes up to {growth:,} letters of each letter, but at most {MAX_GROWTH} are allowed"
+            )
 
 
 def check_processor(path: Path) -> None:
@@ -120,7 +122,7 @@ def check_processor(path: Path) -> None:
     for name, value in _numbers(_content(path)):
         most = MAX_EDGE if name in _EDGES else MAX_PIXELS if name in _LEAST_PIXELS else math.inf
         if value > most:
-            raise ValueError(f"{name} is {str(value)[:20]}; at most {most:,} are allowed")
+            raise ValueError(f"{name} is {str(value)[:20]}, but at most {most:,} are allowed")
 
 
 def check_adapters(path: Path) -> None:
@@ -132,17 +134,17 @@ def check_adapters(path: Path) -> None:
     """
     content = _content(path)
     if content.get("peft_type") != "LORA":
-        raise ValueError(f"peft_type is {str(content.get('peft_type'))[:40]!r}, and adapters are LORA here")
+        raise ValueError(f"peft_type is {str(content.get('peft_type'))[:40]!r}, but Headway reads LORA adapters only")
     if name := next((name for name in _NOT_OF_STRANGERS if content.get(name) is not None), None):
-        raise ValueError(f"{name} is {str(content[name])[:40]!r}; it must be null")
+        raise ValueError(f"{name} is {str(content[name])[:40]!r}, but must be null")
     patterns = [content.get(name) for name in ("rank_pattern", "alpha_pattern")]
     names = [name for pattern in patterns if isinstance(pattern, dict) for name in pattern]
     names += [name for name in (content.get("layers_pattern"),) if isinstance(name, str)]
     if name := next((name for name in names if _REPEATS.search(name)), None):  # peft takes it for an expression
-        raise ValueError(f"{name[:40]!r} is an expression with repetitions; name modules in full")
+        raise ValueError(f"{name[:40]!r} is an expression with repetitions. Name modules in full")
     ranks = [content.get("r"), *(patterns[0].values() if isinstance(patterns[0], dict) else ())]
     if rank := next((rank for rank in ranks if type(rank) is not int or not 0 < rank <= _MOST_RANK), None):
-        raise ValueError(f"a rank is {str(rank)[:20]!r}; it is a whole number from 1 to {_MOST_RANK:,}")
+        raise ValueError(f"a rank is {str(rank)[:20]!r}, but must be a whole number from 1 to {_MOST_RANK:,}")
 
 
 def matching_names(pattern: str, names: Iterable[str]) -> list[str]:

@@ -210,8 +210,8 @@ class ChunkedLoss(ModelWithLoss):
         labels_T = self._task.labels_T
         if self._losses or hidden_1TH.shape[:-1].numel() != len(labels_T):
             raise TrainingError(
-                f"{type(self.model).__name__} calls its output layer on {tuple(hidden_1TH.shape[:-1])} slots, and for "
-                f"the {'second' if self._losses else 'first'} time, where {len(labels_T)} slots have labels. "
+                f"{type(self.model).__name__} calls its output layer on {tuple(hidden_1TH.shape[:-1])} slots, for "
+                f"the {'second' if self._losses else 'first'} time, but {len(labels_T)} slots have labels. "
                 f"{_FULL_LOGITS_HINT}"
             )
         parameters = tuple(self._layer.parameters())
@@ -266,8 +266,8 @@ class ScoreLosses(ModelWithLoss):
         if len(self._scores) != 1 or len(self._scores[0]) != len(labels_T):
             sizes = [len(score_L) for score_L in self._scores]
             raise TrainingError(
-                f"{type(self.model).__name__} scores {sizes} slots, where the pack has {len(labels_T)}; such a model "
-                "cannot be trained on packs."
+                f"{type(self.model).__name__} scores {sizes} slots, but the pack has {len(labels_T)}. Headway cannot "
+                "train such a model on packs."
             )
         loss_L = -self._scores.pop()
         right_L = torch.zeros_like(loss_L, dtype=torch.bool) if options.judge else None
@@ -351,9 +351,9 @@ class _Body:
             raise AttributeError(name)
 
 
-_FULL_LOGITS_HINT = "Set speed.loss_chunk=null, which takes the logits of a whole pack as the model gives them."
+_FULL_LOGITS_HINT = "Set speed.loss_chunk=null to compute the logits of a whole pack at once."
 
 
 def _not_known(model: PreTrainedModel, reason: str) -> str:
     name = type(model).__name__
-    return f"What {name} does to its logits after the output layer is not known here: {reason}. {_FULL_LOGITS_HINT}"
+    return f"Headway does not know how {name} changes its logits after the output layer: {reason}. {_FULL_LOGITS_HINT}"

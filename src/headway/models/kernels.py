@@ -76,8 +76,8 @@ def check_liger(device: torch.device) -> None:
     """
     if device.type != "cuda":
         raise ConfigError(
-            f"speed.kernels is 'liger', whose kernels run on CUDA only, and the run is on {device}. Set "
-            "speed.kernels=torch; the loss is computed in chunks with either."
+            f"speed.kernels is 'liger', which runs on CUDA only, but the run is on {device}. Set "
+            "speed.kernels=torch, which computes the loss in chunks too."
         )
     if find_spec("liger_kernel") is None:
         raise ConfigError(
@@ -339,7 +339,8 @@ def align_widths(mlps: Iterable[nn.Module], dtype: torch.dtype) -> tuple[str, ..
             down.multiplied = (widths[1], down.out_features)
             changed[widths] = changed.get(widths, 0) + 1
     return tuple(
-        f"{count} gated MLPs compute {wider:,} channels for {width:,}, of which the rest are zeros: rows of 16 bytes"
+        f"{count} gated MLPs compute {wider:,} channels for {width:,} and fill the rest with zeros, because rows "
+        "must be multiples of 16 bytes"
         for (width, wider), count in changed.items()
     )
 

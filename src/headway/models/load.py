@@ -79,8 +79,8 @@ def load_model_config(name_or_path: str | Path) -> PreTrainedConfig:
     path = Path(name)
     if path.is_dir() and not (path / "config.json").is_file():
         raise CheckpointError(
-            f"The model folder {path} has no config.json; it holds {_listing(path)}. Point to a folder that "
-            "save_pretrained wrote, or to an export of a training run."
+            f"The model folder {path} has no config.json. It holds {_listing(path)}. Give a folder that "
+            "save_pretrained wrote, or an export of a training run."
         )
     if path.is_file() and path.suffix != ".json":
         raise UnknownModelError(f"{path} is a file but not a config.json. Give a model folder or its config.json.")
@@ -97,8 +97,8 @@ def load_model_config(name_or_path: str | Path) -> PreTrainedConfig:
         _refuse_stranger(name, error)
         if path.exists():
             raise CheckpointError(
-                f"The configuration in {path} cannot be read: {first_line(error)}. Fix the file, or save it anew with "
-                "config.save_pretrained."
+                f"The configuration in {path} cannot be read: {first_line(error)}. Mend the file, or save the "
+                "configuration again with config.save_pretrained."
             ) from error
         raise _unreachable(name, error) from error
     return config
@@ -293,28 +293,27 @@ def check_weights(folder: Path) -> list[Path]:
     index = folder / _WEIGHT_INDEX
     if index.is_file():
         refusal = f"The weight index {index} cannot be read: "
-        with foreign(lambda reason: CheckpointError(f"{refusal}{reason} Save the model anew.")):
+        with foreign(lambda reason: CheckpointError(f"{refusal}{reason} Save the model again.")):
             names = sorted({str(name) for name in json.loads(read_text(index))["weight_map"].values()})
         # A name with a folder in it would read files outside the model's folder.
         outside = [name for name in names if Path(name).name != name]
         if outside:
             raise CheckpointError(
-                f"The weight index {index} names {outside[0]!r}, which is no file of its folder. Save the model anew."
+                f"The weight index {index} names {outside[0]!r}, which is no file of its folder. Save the model again."
             )
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
             raise CheckpointError(
                 f"The model folder {folder} lacks {len(missing)} of its {len(names)} weight files: "
-                f"{', '.join(missing[:4])}. The folder was only half written or copied; fetch it again."
+                f"{', '.join(missing[:4])}. The folder was written or copied only in part. Fetch the folder again."
             )
         files = [folder / name for name in names]
     else:
         files = [folder / _WEIGHTS] if (folder / _WEIGHTS).is_file() else []
     if not files:
         raise CheckpointError(
-            f"The model folder {folder} has no weights ({_WEIGHTS}, or {_WEIGHT_INDEX} and "
-            f"what it names); it holds {_listing(folder)}. If the model "
-            "should start from random weights, ask for a random initialisation."
+            f"The model folder {folder} has no weights ({_WEIGHTS}, or {_WEIGHT_INDEX} and the files that it names). "
+            f"The folder holds {_listing(folder)}. To start from random weights, ask for a random initialisation."
         )
     # The header says how long a file must be, which opening compares with its length.
     for file in files:
@@ -324,7 +323,8 @@ def check_weights(folder: Path) -> list[Path]:
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
                 f"The weight file {file} ({file.stat().st_size} bytes) is cut short or damaged: {first_line(error)}. "
-                "Writing or copying it was interrupted; fetch it again or resume from an earlier checkpoint."
+                "Writing or copying the file was interrupted. Fetch the file again, or resume from an earlier "
+                "checkpoint."
             ) from error
     return files
 
@@ -366,8 +366,9 @@ def weights_of(name: str) -> Iterator[set[str]]:
     """
     if (Path(name) / _ADAPTERS).is_file():  # transformers would lay them over the model without a word
         raise CheckpointError(
-            f"The folder {name} holds the weights of a model and adapters ({_ADAPTERS}), and nothing says whether "
-            "these belong into it. Merge them (`headway export --merge-lora`), or move them into a folder of their own."
+            f"The folder {name} holds the weights of a model and adapters ({_ADAPTERS}), but Headway cannot tell "
+            "whether the adapters belong to this model. Merge the adapters (`headway export --merge-lora`), or move "
+            "them into another folder."
         )
     missing: set[str] = set()
     try:
@@ -376,21 +377,21 @@ def weights_of(name: str) -> Iterator[set[str]]:
         raise _unreachable(name, error) from error
     except ImportError as error:
         raise CheckpointError(
-            f"The weights in {name} are of a form that another package reads: {first_line(error)}. Install it; or give "
-            "the model's own weights, which `model.base: nf4` keeps in 4 bits beside LoRA."
+            f"The weights in {name} have a form that needs another package: {first_line(error)}. Install that "
+            "package. Or give the original weights, and set `model.base: nf4` to keep them in 4 bits beside LoRA."
         ) from error
     except BaseException as error:  # transformers' report of weights of other shapes, or whatever a stranger's raise
         reraise_own(error)
         if is_out_of_memory(error):
             raise
         raise CheckpointError(
-            f"The weights in {name} do not fit its config.json: {first_line(error)}. One of the two is of another "
-            "model; fetch both again."
+            f"The weights in {name} do not fit its config.json: {first_line(error)}. One of the two belongs to "
+            "another model. Fetch both again."
         ) from error
     if missing:
         raise CheckpointError(
-            f"The weights in {name} lack {len(missing)} of the model's parameters, such as {min(missing)}. The "
-            "files were only half written, or are of another model; fetch them again."
+            f"The weights in {name} lack {len(missing)} of the model's parameters, such as {min(missing)}. The files "
+            "were written only in part, or belong to another model. Fetch the files again."
         )
 
 
@@ -401,9 +402,9 @@ def _model_class(config: PreTrainedConfig) -> Any:
         if type(config) in auto._model_mapping:
             return auto
     raise UnknownModelError(
-        f"Models of type {config.model_type!r} are neither causal language models nor models that read images or sound "
-        "and write text. Headway trains those; give the configuration of the whole model, not of one of its towers. "
-        "docs/models.md lists the families that train."
+        f"Models of type {config.model_type!r} cannot be trained. Headway trains causal language models, and models "
+        "that read images or sound and write text. Give the configuration of the whole model, not of one of its "
+        "towers. docs/models.md lists the families that train."
     )
 
 
@@ -480,17 +481,17 @@ def _with_videos(processor_class: Any, name: str) -> Any:
 def _refuse_code(name: str, error: BaseException) -> None:
     if isinstance(error, ValueError) and "trust_remote_code=True" in str(error):
         raise CheckpointError(
-            f"The model {name} cannot be opened without running Python code that comes with it (its files name it "
-            "under auto_map), and Headway runs none: it could do anything. Give a model of a type that the installed "
-            f"transformers {transformers.__version__} has code for, or convert this one to such a type."
+            f"The model {name} needs Python code that comes with its files (auto_map), but Headway does not run such "
+            "code, because it could do anything. Give a model of a type that the installed transformers "
+            f"{transformers.__version__} supports, or convert this model to such a type."
         ) from error
 
 
 def _unreachable(name: str, error: BaseException) -> UnknownModelError:
     return UnknownModelError(
-        f"The model {name!r} is no folder on this machine and could not be had from the Hugging Face Hub: "
-        f"{first_line(error)}. Check the name and the network (and `hf auth login` for gated models), or download it "
-        f"where there is a network with `hf download {name}` and give the folder."
+        f"The model {name!r} is no folder on this machine and could not be fetched from the Hugging Face Hub: "
+        f"{first_line(error)}. Check the name and the network. For gated models, run `hf auth login`. Or download "
+        f"the model on a machine with a network, with `hf download {name}`, and give the folder."
     )
 
 

@@ -66,12 +66,12 @@ def adapter_modules(cost_model: CostModel, targets: Sequence[str] | None) -> lis
             # A tied weight has an entry under the first of its names alone.
             if tied := sorted(name for name in modules if f"{name}.weight" not in learning):
                 raise ConfigError(
-                    f"{words} can take an adapter: the weight of {tied[0]} is tied, so it is that of another module "
-                    "too (a head's is the embedding's), and an adapter would change one of the two. Name others."
+                    f"{words} can take an adapter: {tied[0]} shares its weight with another module (such as a head "
+                    "with the embedding), and an adapter would change only one of the two. Name other modules."
                 )
             raise ConfigError(
-                f"{words} can take an adapter: model.freeze holds them all. Name others, or take some out of "
-                "model.freeze."
+                f"{words} can take an adapter, because model.freeze holds them all. Name other modules, or take some "
+                "out of model.freeze."
             )
         matches |= hits
     return sorted(matches)
@@ -131,7 +131,7 @@ def add_saved_adapters(model: PreTrainedModel, folder: Path) -> None:
     with foreign(
         lambda reason: CheckpointError(
             f"The adapters in {folder} cannot be used: {reason} Look into its {ADAPTER_CONFIG}, or save the adapters "
-            "anew."
+            "again."
         )
     ):
         check_adapters(folder / ADAPTER_CONFIG)
@@ -288,10 +288,10 @@ def read_adapters(model: PreTrainedModel, folder: Path) -> None:
     )
     if differing:
         raise CheckpointError(
-            f"The adapters in {path} are not those that {ADAPTER_CONFIG} beside it describes for this model: "
-            f"{len(differing)} tensors are missing, too many or of another shape, such as {differing[0]}. Give the "
-            f"model that they were trained on with {Argument('base', example='MODEL')}; only low-rank adapters of "
-            "linear layers are read."
+            f"The adapters in {path} do not fit this model and the {ADAPTER_CONFIG} beside them: {len(differing)} "
+            f"tensors are missing, too many or of another shape, such as {differing[0]}. Give the model that the "
+            f"adapters were trained on with {Argument('base', example='MODEL')}. Headway reads only low-rank "
+            "adapters of linear layers."
         )
     for name, tensor in theirs.items():
         by_name[name].copy_(tensor)
@@ -332,13 +332,13 @@ def _saved_ids(model: PreTrainedModel, saved: Any, folder: Path) -> list[int]:
     hf_model: Any = model
     if not ids or any(sorted(tokens) != ids for tokens in lists) or ids != list(range(ids[0], ids[0] + len(ids))):
         raise CheckpointError(
-            f"The {ADAPTER_CONFIG} in {folder} has rows of tokens {str(saved)[:80]}; only rows that are the same "
-            "for embedding and head and stand one after the other are read. Merge the adapters with peft first."
+            f"The {ADAPTER_CONFIG} in {folder} has rows of tokens {str(saved)[:80]}. Headway reads only consecutive "
+            "rows that are the same for embedding and head. Merge the adapters with peft first."
         )
     if ids[0] > len(hf_model.get_input_embeddings().weight):
         raise CheckpointError(
-            f"The {ADAPTER_CONFIG} in {folder} has rows of tokens from {ids[0]} on, and the model ends at "
-            f"{len(hf_model.get_input_embeddings().weight)}. Give the model that they were trained on with "
+            f"The {ADAPTER_CONFIG} in {folder} has rows of tokens from {ids[0]} on, but the model ends at "
+            f"{len(hf_model.get_input_embeddings().weight)}. Give the model that the adapters were trained on with "
             f"{Argument('base', example='MODEL')}."
         )
     return ids

@@ -48,7 +48,7 @@ def resize(model: PreTrainedModel, rows: int) -> None:
         model.resize_token_embeddings(rows, mean_resizing=False)
     except Exception as error:  # models forbid it in ways of their own
         raise ConfigError(
-            f"model.new_tokens need more rows in the embedding, and transformers cannot resize that of "
+            "model.new_tokens need more rows in the embedding, but transformers cannot resize the embedding of "
             f"{type(model).__name__}: {str(error) or type(error).__name__}. Leave model.new_tokens out."
         ) from error
 

@@ -78,8 +78,8 @@ class InputStore:
             hidden = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
             if hidden is None:
                 raise ConfigError(
-                    "speed.offload: inputs needs the input of a recomputed block among its positional arguments, and "
-                    "this model gives it by name, where recomputation itself holds it. Set speed.offload=none."
+                    "speed.offload: inputs needs the input of a recomputed block as a positional argument, but this "
+                    "model gives the input by name. Set speed.offload=none."
                 )
             has_backward = torch.is_grad_enabled() and (learns or hidden.requires_grad)
             if not (has_backward and hidden.numel() and _lies_in_order(hidden)):

@@ -81,10 +81,10 @@ def choose_device(run: RunConfig) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise ConfigError(
-            f"{Argument('run.device')} {run.device!r} is no device; use auto, cpu, cuda or cuda:N."
+            f"{Argument('run.device')} {run.device!r} is no device. Use auto, cpu, cuda or cuda:N."
         ) from error
     if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"{Argument('run.device')} {run.device!r} is not supported; use auto, cpu, cuda or cuda:N.")
+        raise ConfigError(f"{Argument('run.device')} {run.device!r} is not supported. Use auto, cpu, cuda or cuda:N.")
     if device.type == "cuda":
         grow_segments()
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -126,13 +126,13 @@ def choose_precision(run: RunConfig, device: torch.device) -> Precision:
         check_float8(device)
     if name != "float32" and device.type != "cuda":
         raise ConfigError(
-            f"run.dtype {name!r} takes effect on CUDA only, and the run is on {device}; use float32 or auto."
+            f"run.dtype {name!r} takes effect on CUDA only, but the run is on {device}. Use float32 or auto."
         )
     if name == "float32" and device.type == "cuda":
         raise ConfigError(
-            f"run.dtype 'float32' takes effect on a CPU only, and the run is on {device}, whose kernels of attention "
-            "within segments compute in bfloat16 or float16. Set run.dtype=bfloat16-autocast (also auto), which keeps "
-            "parameters, gradients and moments in float32."
+            f"run.dtype 'float32' takes effect on a CPU only, but the run is on {device}. There the kernels of "
+            "attention within segments compute in bfloat16 or float16. Set run.dtype=bfloat16-autocast (also auto), "
+            "which keeps parameters, gradients and moments in float32."
         )
     params = torch.bfloat16 if name == "bfloat16-params" else torch.float32
     compute = torch.float32 if name == "float32" else torch.bfloat16
@@ -151,20 +151,20 @@ def check_float8(device: torch.device) -> None:
     """
     if device.type != "cuda":
         raise ConfigError(
-            f"run.dtype 'float8' takes effect on CUDA devices of compute capability 8.9 or newer, and the run is on "
-            f"{device}; use float32 or auto."
+            "run.dtype 'float8' takes effect on CUDA devices of compute capability 8.9 or newer, but the run is on "
+            f"{device}. Use float32 or auto."
         )
     capability = torch.cuda.get_device_capability(device)
     if capability < _LEAST_CAPABILITY:
         raise ConfigError(
-            f"run.dtype 'float8' needs compute capability 8.9 or newer (Ada, Hopper, Blackwell); "
+            "run.dtype 'float8' needs compute capability 8.9 or newer (Ada, Hopper, Blackwell), but "
             f"{torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}. Use bfloat16-autocast."
         )
     try:
         import torchao.float8  # noqa: F401 - only whether it is there
     except ImportError as error:
         raise ConfigError(
-            "run.dtype 'float8' needs torchao; install it with `pip install torchao`, or use bfloat16-autocast."
+            "run.dtype 'float8' needs torchao. Install it with `pip install torchao`, or use bfloat16-autocast."
         ) from error
 
 
@@ -198,8 +198,8 @@ def use_float8(model: PreTrainedModel, cost_model: CostModel, *, emulate: bool =
         convert_to_float8_training(block.module, module_filter_fn=is_wanted, config=config)
     if not names:
         raise ConfigError(
-            f"run.dtype 'float8' converts linear layers whose sizes are multiples of {MULTIPLE}, and "
-            f"{type(model).__name__} has none in its blocks; use bfloat16-autocast."
+            f"run.dtype 'float8' converts linear layers whose sizes are multiples of {MULTIPLE}, but "
+            f"{type(model).__name__} has none in its blocks. Use bfloat16-autocast."
         )
     return tuple(names)
 

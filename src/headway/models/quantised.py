@@ -181,8 +181,8 @@ def quantise_base(model: nn.Module, cost_model: CostModel, base: Base) -> tuple[
     layouts = {name: ByteLayout(base, tuple(parameter.shape)) for name, parameter in _holdable(model) if name in names}
     if not layouts:
         raise ConfigError(
-            f"model.base {base!r} holds frozen linear layers of repeated blocks, and {type(model).__name__} has none "
-            "here. Take it out."
+            f"model.base {base!r} holds frozen linear layers of repeated blocks, but {type(model).__name__} has "
+            "none. Take model.base out."
         )
     hold(model, layouts)
     values = sum(math.prod(layout.shape) for layout in layouts.values())

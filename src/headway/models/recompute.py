@@ -168,8 +168,7 @@ def refuse_kept_attention(why: str) -> None:
     modes = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, _CachingTorchDispatchMode)]
     if any(getattr(mode.policy_fn, "attention", False) for mode in modes):
         raise ConfigError(
-            f"speed.recompute keeps what attention computed, but {why}, so this model's attention is written out and "
-            "would be recomputed. Leave out ',-attention'."
+            f"speed.recompute cannot keep the output of this model's attention, because {why}. Leave out ',-attention'."
         )
 
 

@@ -25,8 +25,8 @@ from headway.models.delta_rule import packed_convolution, packed_gated_delta_rul
 from headway.models.waits import on_pack
 
 _NO_BOUNDARIES_MESSAGE = (
-    "This model's recurrent layers are not told where a pack's segments begin, and would carry their state from one "
-    "sample into the next, so it cannot be trained on packs. docs/models.md lists the families that can."
+    "Headway cannot train this model on packs, because its recurrent layers would carry their state from one sample "
+    "into the next. docs/models.md lists the families that can."
 )
 
 
@@ -157,8 +157,8 @@ def _separated(forward: Callable[..., Any], *, at_once: bool) -> Callable[..., A
             return forward(hidden_states, *args, **others)
         if args or others.get("attention_mask") is not None or others.get("pack_split") is not None:
             raise ConfigError(
-                "This model's recurrent layers need whole segments: a pack cannot be shared by several processes, nor "
-                "its rows be padded. Set parallel.sequence to 1."
+                "This model's recurrent layers need whole segments, so several processes cannot share a pack, and "
+                "rows cannot be padded. Set parallel.sequence to 1."
             )
         if at_once:
             return _at_once(forward, hidden_states, pack_cu_seqlens, others)

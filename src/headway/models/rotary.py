@@ -30,8 +30,8 @@ from headway.plugins import lays_out_packs
 _FAR = 2**30  # a position beyond every original length
 
 _NO_BOUNDARIES_MESSAGE = (
-    "This model's rotary embedding goes by the longest sample of a row, and is not told where a pack's segments begin, "
-    "so it cannot be trained on packs. Set data.strategy to none, for one sample in a pack."
+    "Headway cannot train this model on packs, because its rotary embedding depends on the longest sample of a row. "
+    "Set data.strategy to none to put one sample in each pack."
 )
 
 

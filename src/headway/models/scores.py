@@ -30,8 +30,8 @@ def scoring_config(config: PreTrainedConfig) -> PreTrainedConfig:
     scorer = _class_of(config)
     if scorer is None:
         raise UnknownModelError(
-            f"transformers has no reward model of type {config.model_type!r}: no class for sequence classification "
-            "that scores each token. Train another one, such as the family's language model alone."
+            f"transformers has no reward model of type {config.model_type!r} (a class for sequence classification "
+            "that scores each token). Train another model, such as the language model of the same family."
         )
     config = copy.deepcopy(config)
     config.architectures, config.num_labels = [scorer.__name__], 1

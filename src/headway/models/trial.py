@@ -128,26 +128,27 @@ def try_packs(model: PreTrainedModel, *, tokens: float = math.inf, is_shared: bo
     name, verdict = type(model).__name__, _verdict(model, tokens)
     if verdict.mode == "refused":
         raise ConfigError(
-            f"{name} cannot be trained on packs: {verdict.reason}, as a trial of a tiny copy showed. Give a model of a "
-            "type that docs/models.md lists as trained."
+            f"{name} cannot be trained on packs. A trial of a tiny copy showed the reason: {verdict.reason}. Give a "
+            "model of a type that docs/models.md lists as trained."
         )
     if verdict.mode == "untried":
         return (
-            f"warning: it is not known whether {name} keeps the samples of a pack apart, as no tiny copy of the model "
-            f"runs ({verdict.reason}): compare losses with those of data.samples_per_pack=1",
+            f"warning: Headway does not know whether {name} keeps the samples of a pack apart, because no tiny copy "
+            f"of the model runs ({verdict.reason}). Compare the losses with a run with data.samples_per_pack=1",
         )
     notes: tuple[str, ...] = ()
     if verdict.media_error is not None:
-        notes = (f"warning: packs were tried with text alone, as no tiny copy took media: {verdict.media_error}",)
+        notes = (f"warning: packs were tried with text alone, because no tiny copy took media: {verdict.media_error}",)
     if verdict.mode == "packed":
         return notes
     if is_shared:
         raise ConfigError(
-            f"{name} runs each segment of a pack by itself, as otherwise {verdict.reason}. Processes have unlike "
-            "numbers of segments, and would wait for each other without end. Train it on one process."
+            f"{name} runs each segment of a pack by itself, because otherwise {verdict.reason}. Processes have "
+            "different numbers of segments, so they would wait for each other forever. Train this model on one "
+            "process."
         )
     run_apart(model)
-    return (f"each segment of a pack runs by itself, which is slower: otherwise {verdict.reason}", *notes)
+    return (f"each segment of a pack runs by itself, which is slower, because otherwise {verdict.reason}", *notes)
 
 
 def _verdict(model: PreTrainedModel, tokens: float) -> Verdict:

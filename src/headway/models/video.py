@@ -326,7 +326,7 @@ def _resized_video(
         scale = max(factor / height, factor / width)
         height, width = int(height * scale), int(width * scale)
     if max(height, width) / min(height, width) > 200:
-        raise ValueError(f"absolute aspect ratio must be smaller than 200, the frames have {height} x {width} pixels")
+        raise ValueError(f"the aspect ratio must be below 200, but the frames have {height} x {width} pixels")
     new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
     pixels = round(num_frames / temporal_patch) * temporal_patch * new_height * new_width
     if pixels > max_pixels:

@@ -76,7 +76,7 @@ def test_a_pack_without_its_boundaries_is_refused_instead_of_leaking():
 
 def test_a_model_given_restarting_positions_alone_is_refused(tiny_config):
     model = load_model(tiny_config("llama"), random_init=True)
-    with pytest.raises(TrainingError, match="the row is a pack of several segments"):
+    with pytest.raises(TrainingError, match="but the boundaries of its segments were not given"):
         model(torch.ones(1, 6, dtype=torch.long), position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]), use_cache=False)
 
 
@@ -120,7 +120,9 @@ def test_queries_that_read_other_states_see_all_of_those(windows):
 
 def test_causal_queries_that_read_other_states_are_refused_without_a_mask():
     query, key, value = (*qkv(length=3)[:1], *qkv(length=7)[1:])
-    with pytest.raises(ConfigError, match="attends from 3 slots to 7, and no mask says which of them is whose"):
+    with pytest.raises(
+        ConfigError, match="attends from 3 slots to 7, but no mask says which key belongs to which query"
+    ):
         attend(Layer(), query, key, value, None)
 
 

@@ -219,7 +219,7 @@ def test_a_cudnn_that_computes_something_else_is_not_used(monkeypatch):
     )
     (line,) = choose_kernel("auto", CUDA)
     assert "FlashAttention-2;" in line
-    assert "cuDNN's ragged attention is not used, as its values or gradients differ" in line
+    assert "cuDNN's ragged attention is not used, because its values or gradients differ" in line
     with pytest.raises(
         ConfigError, match=r"'cudnn' \(cuDNN's ragged attention\), but its values.*speed\.attention=auto"
     ):

@@ -207,9 +207,9 @@ def test_half_precision_and_moving_run():
 
 def test_wrong_masks_are_refused():
     mask = SplitMask.of(MIXED)
-    with pytest.raises(WorkloadError, match=f"of {MIXED.slots} slots, and attention of 3"):
+    with pytest.raises(WorkloadError, match=f"has {MIXED.slots} slots, but attention has 3"):
         split_attention(*heads(3), mask, 0.3)
     with pytest.raises(WorkloadError, match="workload has 2"):
         SplitMask.of(Workload([3, 4], packs=2))
-    with pytest.raises(WorkloadError, match="no slot"):
+    with pytest.raises(WorkloadError, match="mask would be empty"):
         SplitMask.of(Workload())

@@ -106,7 +106,7 @@ def test_full_precision_is_refused_with_what_to_do():
 
 def test_heads_larger_than_the_kernel_takes_are_refused():
     x = torch.randn(35, 2, 320).bfloat16()
-    with pytest.raises(ConfigError, match="heads have 320 channels; the flash kernel on CUDA takes up to 256"):
+    with pytest.raises(ConfigError, match="heads have 320 channels, but the flash kernel on CUDA takes at most 256"):
         varlen_attention(x, x, x, CU, 20, True, None, 0.3, None)
 
 

@@ -19,5 +19,5 @@ def test_bytes_are_refused_by_a_torch_that_cannot_shard_them(version, refused):
         if not refused:
             _refuse_bytes(model)
             return
-        with pytest.raises(ConfigError, match=r"needs torch 2.13 or later, and this is torch 2.11.0\+cu130"):
+        with pytest.raises(ConfigError, match=r"needs torch 2.13 or later, but this is torch 2.11.0\+cu130"):
             _refuse_bytes(model)

@@ -45,7 +45,7 @@ def test_experts_that_transformers_does_not_dispatch_are_named(mesh):
         vocab_size=160, hidden_size=32, intermediate_size=16, intermediate_size_mlp=48, num_hidden_layers=1,
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_local_experts=4, interleave_moe_layer_step=1,
     )  # fmt: skip
-    with pytest.raises(ConfigError, match=r"does not dispatch those in .*experts \(Llama4TextExperts\)"):
+    with pytest.raises(ConfigError, match=r"does not dispatch the experts in .*experts \(Llama4TextExperts\)"):
         spread_experts(build(config), mesh)
 
 

@@ -98,7 +98,7 @@ def test_what_cannot_be_cut_is_refused_by_name(group_of):
     share_packs(model, group_of(2))
     with pytest.raises(TrainingError, match="pass position_ids"):
         model(**pack())
-    with pytest.raises(ConfigError, match="'attention_mask', which holds something for each token"):
+    with pytest.raises(ConfigError, match="'attention_mask', which has a value for each token"):
         model(**pack(position_ids=torch.arange(8)[None], attention_mask=torch.ones(1, 8)))
 
 

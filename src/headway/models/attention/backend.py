@@ -120,10 +120,10 @@ def mask(
     rule = read_rule(mask_function, q_length, tensors)
     if missing := sorted(unknown(rule)):
         raise ConfigError(
-            f"The attention backend {NAME!r} cannot express a mask that this model builds ({', '.join(missing)}): it "
-            "knows causal, bidirectional, sliding-window and chunked attention within segments, and blocks that see "
-            'themselves both ways. Load the model with the attention backend "sdpa" and one sample per row, or take a '
-            "model of a family that docs/models.md lists."
+            f"The attention backend {NAME!r} cannot express a mask that this model builds ({', '.join(missing)}). It "
+            "knows causal, bidirectional, sliding-window and chunked attention within segments, and blocks with "
+            'bidirectional attention. Load the model with the attention backend "sdpa" and one sample per row, or '
+            "take a model of a family that docs/models.md lists."
         )
     is_packed = "packed" in words(rule) and not torch.compiler.is_compiling()
     is_complete = q_length == kv_length and (is_packed or attention_mask is None or bool(attention_mask.all()))
@@ -210,8 +210,8 @@ def attend(
     reads_others = written is None and _reads_others(module, query, key, causal or cu_N is not None)
     if (own is not None or written is not None or reads_others) and pack_split is not None:
         raise ConfigError(
-            "This model attends through a mask of its own, or to other states, which several processes that share a "
-            "pack cannot cut. Set parallel.sequence to 1."
+            "This model attends through its own mask, or to states outside the pack, so several processes cannot "
+            "share a pack. Set parallel.sequence to 1."
         )
     # Padded rows, generation from a cache, other states: no segments, queries and keys may differ in number.
     if written is not None or reads_others:
@@ -220,9 +220,9 @@ def attend(
     # A mask without boundaries where positions restart: attention would leak between samples.
     if splits is None and cu_N is None and (attention_mask is not None if own is None else own.is_packed):
         raise TrainingError(
-            "The position ids restart within a row, so the row is a pack of several segments, but its boundaries were "
-            "not given and segments would see each other. Pass pack_cu_seqlens and pack_max_seqlen to the model as "
-            "well, as Batch.model_inputs() does."
+            "The position ids restart within a row, but the boundaries of its segments were not given, so segments "
+            "would see each other. Pass pack_cu_seqlens and pack_max_seqlen to the model too, as "
+            "Batch.model_inputs() does."
         )
     # Neither pack nor tower: each row is one segment.
     if cu_N is None:
@@ -256,8 +256,8 @@ def _reads_others(module: torch.nn.Module, query: torch.Tensor, key: torch.Tenso
     queries, keys = query.shape[2], key.shape[2]
     if queries != keys and is_bounded:
         raise ConfigError(
-            f"{type(module).__name__} attends from {queries} slots to {keys}, and no mask says which of them is whose. "
-            'Load the model with the attention backend "sdpa" and one sample per row.'
+            f"{type(module).__name__} attends from {queries} slots to {keys}, but no mask says which key belongs to "
+            'which query. Load the model with the attention backend "sdpa" and one sample per row.'
         )
     return queries != keys
 
@@ -269,8 +269,8 @@ def _check_plain(mask: Any, window: int | None, softcap: float | None, sinks_H: 
     more |= {f"scores capped at {softcap}": softcap is not None, "sinks": sinks_H is not None}
     if reasons := [what for what, is_there in more.items() if is_there]:
         raise ConfigError(
-            f"Answers of this pack share a prompt, and the model attends with {', '.join(reasons)}, which does not go "
-            "with it. Give each answer its own copy of the prompt: set shared_prompts to false."
+            f"Answers of this pack share a prompt, but the model attends with {', '.join(reasons)}, which does not "
+            "support shared prompts. Set shared_prompts to false, so that each answer has its own copy of the prompt."
         )
 
 
@@ -288,7 +288,9 @@ def _within_segments(call: tuple[Any, ...], softcap: float | None, dropout: floa
                 '"sdpa" with one sample per row.'
             )
         if longest is None:
-            raise TrainingError("The pack's boundaries came without its longest segment; pass pack_max_seqlen as well.")
+            raise TrainingError(
+                "The pack's boundaries came without the length of its longest segment. Pass pack_max_seqlen too."
+            )
         return cuda_kernel()(q_THD, k_TKD, v_TKD, cu_N, int(longest), causal, window, scale, sinks_H)
     if softcap is not None or dropout > 0.0:
         plain = plain_mask(causal, window)

@@ -55,7 +55,7 @@ class _Faster:
         """Attend with it from now on; returns why that is not possible here, as a part of a sentence, or None."""
         major, minor = torch.cuda.get_device_capability(device)
         if major not in self.majors:
-            return f"it needs a device of compute capability {self.devices}, and {device} has {major}.{minor}"
+            return f"it needs a device of compute capability {self.devices}, but {device} has {major}.{minor}"
         if find_spec(self.package) is None:
             return f"its package {self.package} is not installed ({self.source})"
         why_not = self.make_ready(device)
@@ -122,8 +122,8 @@ def choose_kernel(name: str, device: torch.device) -> tuple[str, ...]:
     """
     if device.type != "cuda" and name not in ("auto", "torch"):
         raise ConfigError(
-            f"speed.attention is {name!r}, which runs on CUDA only, and the run is on {device}. Set "
-            "speed.attention=auto, which attends segment by segment on a CPU."
+            f"speed.attention is {name!r}, which runs on CUDA only, but the run is on {device}. Set "
+            "speed.attention=auto to attend segment by segment on a CPU."
         )
     _chosen[0] = varlen_attention
     if current_flash_attention_impl() is not None:
@@ -141,10 +141,10 @@ def choose_kernel(name: str, device: torch.device) -> tuple[str, ...]:
             return (f"Attention on CUDA: {kernel.title} ({kernel.package})",)
         if name == kind:
             raise ConfigError(
-                f"speed.attention is {name!r} ({kernel.title}), but {why_not}. Set speed.attention=auto, which takes "
-                f"PyTorch's own variable-length flash kernel where there is no {kernel.title}."
+                f"speed.attention is {name!r} ({kernel.title}), but {why_not}. Set speed.attention=auto to use "
+                "PyTorch's own variable-length flash kernel instead."
             )
-        missing.append(f"; {kernel.title} is not used, as {why_not}")
+        missing.append(f"; {kernel.title} is not used, because {why_not}")
     return (f"Attention on CUDA: PyTorch's variable-length FlashAttention-2{''.join(missing)}",)
 
 
@@ -153,8 +153,8 @@ def _use_package() -> str:
     if not installed:
         raise ConfigError(
             f"speed.attention is 'flash-attn', but neither {FA3} (FlashAttention-3) nor {FA2} is installed. Install "
-            "one with `pip install flash-attn --no-build-isolation`, or set speed.attention=auto, which takes "
-            "PyTorch's own variable-length flash kernel."
+            "one with `pip install flash-attn --no-build-isolation`, or set speed.attention=auto to use PyTorch's "
+            "own variable-length flash kernel."
         )
     _chosen[0] = flash_kernel(import_module(installed[0]).flash_attn_varlen_func)
     return f"Attention on CUDA: flash_attn_varlen_func of {installed[0]}"

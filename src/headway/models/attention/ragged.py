@@ -93,7 +93,7 @@ def flash_operands(*qkv_THD: torch.Tensor) -> tuple[torch.Tensor, ...]:
         )
     if largest > _LARGEST_HEAD:
         raise ConfigError(
-            f"This model's attention heads have {largest} channels; the flash kernel on CUDA takes up to "
+            f"This model's attention heads have {largest} channels, but the flash kernel on CUDA takes at most "
             f'{_LARGEST_HEAD}. Load the model with the attention backend "sdpa" and one sample per row.'
         )
     return tuple(x.contiguous() for x in with_equal_heads(*qkv_THD, multiple=_HEAD_MULTIPLE))

@@ -60,14 +60,16 @@ class SplitMask:
             WorkloadError: the workload has several packs.
         """
         if workload.num_packs > 1:
-            raise WorkloadError(f"a mask is one pack's, and the workload has {workload.num_packs}: make one for each.")
+            raise WorkloadError(
+                f"a mask covers one pack, but the workload has {workload.num_packs} packs. Make one mask for each pack."
+            )
         runs = workload.splits if len(workload.splits) else splits.all_causal(workload.segments)
         lengths = [*workload.segments.tolist()]
         if padding := workload.slots - workload.tokens:
             lengths.append(padding)
             runs = np.concatenate([runs, [[splits.CAUSAL, padding]]])
         if not lengths:
-            raise WorkloadError("a mask of no slot: the workload has neither tokens nor padding.")
+            raise WorkloadError("the mask would be empty, because the workload has neither tokens nor padding.")
         ends, first, start = runs[:, 1].cumsum(), 0, 0
         slots: dict[Runs, list[torch.Tensor]] = {}
         for length in lengths:
@@ -163,7 +165,7 @@ def split_attention(
         ConfigError: dropout on CUDA.
     """
     if len(q_THD) != mask.place_4T.shape[1]:
-        raise WorkloadError(f"the mask is of {mask.place_4T.shape[1]} slots, and attention of {len(q_THD)}.")
+        raise WorkloadError(f"the mask has {mask.place_4T.shape[1]} slots, but attention has {len(q_THD)}.")
     if q_THD.shape[1] == 0:  # more processes than heads: this one has none to attend with
         return q_THD.reshape(len(q_THD), 0, v_TKD.shape[2])
     if not mask.order:
@@ -179,7 +181,8 @@ def _in_order(
     if _runs_flex(q_THD):
         if dropout > 0.0:
             raise ConfigError(
-                f"Attention under splits has no dropout on CUDA, and {dropout} is asked for. Set model.dropout: off."
+                f"Attention under splits has no dropout on CUDA, but the model asks for {dropout}. Set "
+                "model.dropout: off."
             )
         slots, more = len(q_THD), mask.padded_4P.shape[1] - len(q_THD)
         q, k, v = q_THD, k_TKD, v_TKD

@@ -56,8 +56,8 @@ def split_over(group: dist.ProcessGroup, slots: int, unit: int = 1) -> Split:
     degree = dist.get_world_size(group)
     if slots // unit < degree:
         raise TrainingError(
-            f"A pack of {slots} slots cannot be shared by {degree} processes: each needs at least one. Pad packs to a "
-            "multiple of parallel.sequence, or lower parallel.sequence."
+            f"A pack of {slots} slots cannot be shared by {degree} processes, because each needs at least one slot. "
+            "Pad packs to a multiple of parallel.sequence, or lower parallel.sequence."
         )
     return Split(slots, unit, dist.get_rank(group), degree, group.group_name)
 

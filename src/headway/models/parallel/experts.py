@@ -171,8 +171,9 @@ def _no_experts(model: nn.Module) -> str:
         return f"{type(model).__name__} has no experts to spread over processes. Set parallel.expert to 1."
     name, module = unknown[0]
     return (
-        f"parallel.expert cannot spread the experts of {type(model).__name__}: transformers does not dispatch those in "
-        f"{name} ({type(module).__name__}) through its experts interface. Set parallel.expert to 1."
+        f"parallel.expert cannot spread the experts of {type(model).__name__}, because transformers does not "
+        f"dispatch the experts in {name} ({type(module).__name__}) through its experts interface. Set "
+        "parallel.expert to 1."
     )
 
 

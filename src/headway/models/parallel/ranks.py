@@ -156,9 +156,10 @@ def whole_variable(name: str, least: int, most: int, unset: int | None = None) -
 def _wrong_variable(name: str, allowed: str) -> UsageError:
     value = f"is {os.environ[name]!r}" if name in os.environ else "is not set"
     return UsageError(
-        f"The environment variable {name} {value}, but {allowed} is needed: the processes of a run find each "
-        "other by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and its device by LOCAL_RANK. torchrun sets them; "
-        "another launcher, such as srun, leaves that to its job script. Unset them all to train with one process."
+        f"The environment variable {name} {value}, but {allowed} is needed. The processes of a run find each other "
+        "by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and their devices by LOCAL_RANK. torchrun sets these "
+        "variables. With another launcher, such as srun, set them in the job script. To train with one process, "
+        "unset them all."
     )
 
 
@@ -257,7 +258,8 @@ def agree_on_meeting(store: Any, rank: int, size: int, timeout_s: float) -> str:
         if silent and time.monotonic() > deadline_s:
             raise RankLostError(
                 f"{len(silent)} of {size} ranks have not come within {timeout_s:g} s, the first of them rank "
-                f"{min(silent)}. Its own output says why; start again with {Argument('resume', example='None')}."
+                f"{min(silent)}. The output of that rank says why. Start again with "
+                f"{Argument('resume', example='None')}."
             )
         time.sleep(0.02)
     return own

@@ -102,8 +102,8 @@ def _cut(inputs: dict[str, Any], parameters: list[str], group: dist.ProcessGroup
             inputs[name] = value.narrow(_SLOT_AXIS[name], local.start, local.stop - local.start).clone()
         elif name not in _DEEPSTACK and _holds_slots(value, split.slots):
             raise ConfigError(
-                f"The language model is given {name!r}, which holds something for each token and which Headway cannot "
-                "cut for the processes that share a pack. Set parallel.sequence to 1."
+                f"The language model takes {name!r}, which has a value for each token, but Headway cannot split "
+                f"{name!r} over the processes that share a pack. Set parallel.sequence to 1."
             )
     inputs["pack_split"] = split
 
@@ -138,8 +138,8 @@ def _check_attention(decoder: PreTrainedModel, degree: int) -> None:
     mixing = mixes_tokens(decoder)
     if mixing is not None:
         raise ConfigError(
-            f"parallel.sequence is {degree}, but {mixing} mixes tokens outside attention, so its tokens cannot be "
-            "dealt to several processes. Set parallel.sequence to 1."
+            f"parallel.sequence is {degree}, but {mixing} mixes tokens outside attention, so several processes "
+            "cannot share a pack. Set parallel.sequence to 1."
         )
     if config._attn_implementation != NAME or not decoder._supports_attention_backend:
         raise ConfigError(
@@ -149,7 +149,7 @@ def _check_attention(decoder: PreTrainedModel, degree: int) -> None:
     heads = config.num_attention_heads
     if degree > heads:
         raise ConfigError(
-            f"parallel.sequence is {degree}, but the model has {heads} query heads, and each process that shares a "
+            f"parallel.sequence is {degree}, but the model has {heads} query heads, but each process that shares a "
             f"pack needs one. Set parallel.sequence to at most {heads}."
         )
 

@@ -152,8 +152,8 @@ def _refuse_bytes(model: nn.Module) -> None:
     takes_bytes = TorchVersion(torch.__version__) >= _SHARDS_BYTES
     if not takes_bytes and not all(parameter.is_floating_point() for parameter in model.parameters()):
         raise ConfigError(
-            f"model.base among several processes needs torch {_SHARDS_BYTES} or later, and this is "
-            f"torch {torch.__version__}, which shards floats alone. Train on one process, or take model.base out."
+            f"model.base among several processes needs torch {_SHARDS_BYTES} or later, but this is torch "
+            f"{torch.__version__}, which shards only floats. Train on one process, or take model.base out."
         )
 
 
