@@ -61,7 +61,7 @@ def fsdp1():
     apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, layer))
     options = {"auto_wrap_policy": policy, "use_orig_params": True, "device_id": torch.device("cpu")}
     model = FullyShardedDataParallel(model, **options)
-    with pytest.raises(TraceError, match="Trace the model before wrapping it"):
+    with pytest.raises(TraceError, match="Trace the model before wrapping"):
         Meter(model, watch=True)
     return plain_loop(model, cost_model)
 

@@ -37,7 +37,7 @@ def test_complete_ledgers_name_their_drivers_and_refusals_their_reason():
         name: ("complete", drivers) for name, drivers in COMPLETE.items()
     }
     assert outcomes["big_bird"].status == "refused"
-    assert "swaps modules of its own" in outcomes["big_bird"].detail
+    assert "swaps its own modules" in outcomes["big_bird"].detail
 
 
 @pytest.mark.slow

@@ -344,5 +344,5 @@ def test_what_does_not_fit_is_named():
         block_out_channels=(8, 8), norm_num_groups=4, cross_attention_dim=16, attention_head_dim=4,
         down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
     )  # fmt: skip
-    with pytest.raises(TraceError, match=r"needs controlnet_cond, which nothing here makes .* trace\(model, inputs="):
+    with pytest.raises(TraceError, match=r"needs controlnet_cond, but Headway cannot make .* trace\(model, inputs="):
         trace(control)

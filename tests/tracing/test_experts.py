@@ -280,9 +280,9 @@ def test_a_clip_is_refused_where_only_single_frames_were_traced():
     config.text_config.num_hidden_layers, config.vision_config.depth = 2, 1
     ledger = trace(config)
     assert ledger.count(Workload([300], videos=[(1, 8, 12)])).total > 0
-    with pytest.raises(WorkloadError, match="a clip of 2x8x12 patches costs is not known"):
+    with pytest.raises(WorkloadError, match="the cost of a clip of 2x8x12 patches is not known"):
         ledger.count(Workload([300], videos=[(2, 8, 12)]))
-    with pytest.raises(WorkloadError, match="20 tokens cannot hold 24 that stand for patches"):
+    with pytest.raises(WorkloadError, match="20 tokens cannot hold the 24 tokens that stand for patches"):
         ledger.count(Workload([20], images=[(1, 8, 12)]))
 
 

@@ -87,9 +87,9 @@ CHOICES = {
 
 @pytest.mark.parametrize("name", CHOICES)
 def test_rows_that_floats_select_are_told_as_missing(name):
-    with pytest.warns(RuntimeWarning, match=r"leaves out what is computed of rows that Choosing selects by comparing"):
+    with pytest.warns(RuntimeWarning, match=r"leaves out the work on rows that Choosing selects by comparing"):
         cost = trace(Choosing(CHOICES[name]), inputs=lambda workload: (torch.rand(workload.tokens, SIZE),))
-    assert cost.unknown == ("what is computed of rows that Choosing selects by comparing floats",)
+    assert cost.unknown == ("the work on rows that Choosing selects by comparing floats",)
     assert cost.count(Workload([5])).forward == 5 * 2 * SIZE  # of the scores, which see every row
 
 

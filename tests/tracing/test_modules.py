@@ -207,5 +207,5 @@ def test_a_fourier_transform_is_refused_by_name():
             return torch.fft.fft(torch.fft.fft(x, dim=-1), dim=-2).real
 
     model = nn.Sequential(nn.Linear(8, 8), Mixing())
-    with pytest.raises(TraceError, match=r"module 1 runs fft\.fft: a Fourier transform is no matrix product"):
+    with pytest.raises(TraceError, match=r"module 1 runs fft\.fft\. A Fourier transform is no matrix product"):
         trace(model, inputs=lambda workload: {"input": torch.zeros(1, workload.tokens, 8)})

@@ -224,7 +224,7 @@ PLAIN = {
         for name, mask, forbidden, refused in [
             ("ones", torch.ones(2, N), 0, ""),
             ("padding", PADDED.float(), N * (N - 4), ""),
-            ("unknown", torch.rand(2, N), 0, "mask that cannot be followed"),
+            ("unknown", torch.rand(2, N), 0, "Headway cannot follow the mask"),
         ]
     },
     "cut-to-lengths": _own(_cut, (2, N, D), more=(PADDED.float(),)),

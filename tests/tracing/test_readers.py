@@ -173,7 +173,7 @@ def test_no_operation_of_pytorch_that_speaks_of_products_slips_through():
 
 
 def test_an_opaque_product_is_refused_by_name():
-    with pytest.raises(TraceError, match=r"runs aten\.conv_tbc\.default, a kernel that the ledger cannot read"):
+    with pytest.raises(TraceError, match=r"runs aten\.conv_tbc\.default, a kernel that Headway cannot read"):
         trace(Calls(torch.conv_tbc, (3, 5, 4), (4,)), inputs=(torch.randn(9, 2, 5),))
 
 

@@ -139,7 +139,9 @@ class FastWeights(nn.Module):
 
 
 def test_a_state_that_is_written_elementwise_is_refused():
-    with pytest.raises(TraceError, match="it loops over them one by one, a recurrence that no known formula explains"):
+    with pytest.raises(
+        TraceError, match="It loops over tokens one by one, in a recurrence that no known formula explains"
+    ):
         trace(FastWeights())
 
 

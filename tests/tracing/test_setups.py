@@ -218,7 +218,7 @@ def test_a_fused_loss_moves_gradients_into_forward_and_changes_no_total():
 
 
 def test_a_fused_loss_is_refused_with_the_way_out():
-    with pytest.raises(TraceError, match=r"multiplies matrices inside FusedLoss.*trace the model without it"):
+    with pytest.raises(TraceError, match=r"multiplies matrices inside FusedLoss.*Trace the model without this kernel"):
         trace(Fused(build(FAMILY)))
 
 

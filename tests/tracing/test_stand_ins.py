@@ -136,7 +136,7 @@ def elementwise_scan(q, k, v, g):
 
 
 def test_a_scan_written_as_a_loop_is_refused():
-    with pytest.raises(TraceError, match=r"operations on 131 tokens .* it loops over them one by one"):
+    with pytest.raises(TraceError, match=r"operations on 131 tokens .* It loops over tokens one by one"):
         trace(Mixer(elementwise_scan))
 
 

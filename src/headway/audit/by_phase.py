@@ -58,8 +58,8 @@ def restated(
         sized = _sized(step, mean_sample) if cost_model is not None else None
         if sized is None:
             remarks[
-                "steps have times without lengths or a number of samples: "
-                f"{Argument('mean_segment', example='L')} gives the mean of prompt and answer together"
+                "steps have times without lengths or a number of samples. Give the mean length of prompt and answer "
+                f"together with {Argument('mean_segment', example='L')}"
             ] += 1
         rows += _rows(step, sized, cost_model, peak, num_ranks or step.num_devices)
     counted = tuple(f"{count:,} {remark}" for remark, count in remarks.items())
@@ -173,11 +173,11 @@ def _remarks(log: Log, rows: list[PhaseRow]) -> list[str]:
             "attention are at least those"
             + ("; at most those of the shortest and longest samples" if any(most for _, most in flops) else "")
         )
-        remarks.append("prompts are billed once for each answer; an engine that caches them computes fewer")
+        remarks.append("prompts are billed once for each answer, but an engine that caches prompts computes fewer")
     if any("critic" in run for name in {row.phase for row in rows} for run in _runs(log, name)):
-        remarks.append("work of a critic, if there is one, is left out: the log does not tell its model")
+        remarks.append("work of a critic, if there is one, is left out, because the log does not name its model")
     if flops and not any(row.flops_per_s for row in rows):
-        remarks.append(f"the log does not tell how many devices there are: {Argument('num_ranks', example='N')}")
+        remarks.append(f"the log does not tell the number of devices. Give {Argument('num_ranks', example='N')}")
     return remarks
 
 

@@ -66,7 +66,7 @@ def compare(model: Architecture, step: Step, step_s: float, peak: Peak, num_rank
         raise UsageError(Argument("num_ranks", num_ranks), ": at least 1 device computes the step.")
     useful = get_convention("useful").bill(model, step)
     if not useful.flops:
-        raise UsageError("the step computes nothing: its useful FLOPs are 0, so that no ratio exists.")
+        raise UsageError("the step computes nothing. Its useful FLOPs are 0, so there is no ratio.")
     return [
         _row(convention, model, step, useful, step_s * num_ranks, peak) for convention in conventions(model.model_type)
     ]

@@ -248,8 +248,8 @@ def _unexplained(
         f"no convention explains this {log.tool} log: tokens/s and FLOP/s imply {implied.low / 1e9:.3f} to "
         f"{implied.high / 1e9:.3f} GFLOP per token, and no rule bills {model.name} that {at}. Nearest "
         f"{'' if seq_len else 'at 4,096 '}are {nearest} GFLOP. Check {Argument('model')}, {Argument('seq_len')} (the "
-        f"configured one, not the samples'), {Argument('segments')} for rules that look at them, and that tokens/s and "
-        "FLOP/s are both of one device."
+        f"configured one, not the samples'), {Argument('segments')} for rules that look at them, and that tokens/s "
+        "and FLOP/s are both of one device."
     )
 
 

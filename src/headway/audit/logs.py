@@ -25,9 +25,9 @@ _PROCESS = re.compile(r"^\[(?:rank|default)(\d+)\]:")  # prefix of a line by tor
 
 def _cumulative_note() -> str:
     return (
-        "total_flos counts from the first step of all, train_runtime from the last start: if this run was resumed from "
-        f"a checkpoint, the rates here are too high. {Argument('resumed_at', example='STEP')} names the step that it "
-        "went on from"
+        "total_flos counts from the first step, but train_runtime counts from the last start. If this run was "
+        "resumed from a checkpoint, the rates here are too high. Name the step of the resume with "
+        f"{Argument('resumed_at', example='STEP')}"
     )
 
 
@@ -65,9 +65,9 @@ def read_log(text: str, where: str = "the log", *, resumed_at: int | None = None
         if any(pattern.search(line) for line in lines):
             raise LogError(f"{where} {reason}")
     raise LogError(
-        f"{where} has no line that is recognised as a training step. Check that the file is the training log itself "
-        "and not cut off by a terminal. Headway reads the Hugging Face Trainer's trainer_state.json, its own "
-        f"metrics.jsonl, and the step lines of {', '.join(dict.fromkeys(KNOWN_LINES))}."
+        f"{where} has no line that Headway recognises as a training step. Check that the file is the training log "
+        "itself, and that no terminal cut its lines. Headway reads the Hugging Face Trainer's trainer_state.json, "
+        f"its own metrics.jsonl, and the step lines of {', '.join(dict.fromkeys(KNOWN_LINES))}."
     )
 
 
@@ -86,8 +86,8 @@ def _went_back(rows: Sequence[LogRow]) -> Iterable[str]:
     if breaks:
         (before, after), count = breaks[0], f"{len(breaks)} times" if len(breaks) > 1 else "once"
         yield (
-            f"steps go back {count}, first from {before:,} to {after:,}: the file holds several runs, or a run that "
-            "was resumed, and rows of all are in the means"
+            f"steps go back {count}, first from {before:,} to {after:,}. The file holds several runs, or a resumed "
+            "run, and the means cover all of them"
         )
 
 
@@ -149,7 +149,7 @@ def _trainer_state(text: str, where: str, resumed_at: int | None, *, needs_rate:
         if log is not None and resumed_at is not None:
             raise UsageError(
                 Argument("resumed_at", resumed_at),
-                f" is for the totals of a trainer_state.json, and {where} has rates of each step. Leave it out.",
+                f" is for the totals of a trainer_state.json, but {where} has rates of each step. Leave it out.",
             )
         losses = read_losses(lines)
         if log is None and losses and not needs_rate and not _has_totals(state):
@@ -178,8 +178,8 @@ def _totals(state: Mapping[str, Any], where: str, resumed_at: int | None) -> Log
     tokens = state.get("num_input_tokens_seen") or last.get("num_input_tokens_seen")
     if not seconds or not flops:
         raise LogError(
-            f"{where} is a trainer_state.json without {'train_runtime' if not seconds else 'total_flos'}, which the "
-            "Trainer writes at the end of training: there is no rate to audit. Give the state of the finished run."
+            f"{where} is a trainer_state.json without {'train_runtime' if not seconds else 'total_flos'}, so there "
+            "is no rate to audit. The Trainer writes it at the end of training. Give the state of the finished run."
         )
     steps = integer(state.get("global_step", 0))
     # total_flos counts from the first start, train_runtime from the last: only the last start's share has a time.
@@ -197,7 +197,7 @@ def _totals(state: Mapping[str, Any], where: str, resumed_at: int | None) -> Log
         tokens_per_s=near(share * tokens / seconds, 1e-4) if tokens else None,
     )
     if start:
-        note = f"taken as resumed at step {start:,}: {share:.1%} of the FLOPs are of its last start"
+        note = f"taken as resumed at step {start:,}: {share:.1%} of the FLOPs belong to its last start"
     else:
         note = "" if resumed_at == 0 else _cumulative_note()
     return Log(

@@ -90,8 +90,8 @@ def audit(
     if length is None or (not seq_len and identified.fit is None):
         raise UsageError(
             Argument("seq_len"),
-            f" is missing, and this {log.tool} log does not fix it: several row lengths or none explain its "
-            "numbers. Give the length of the rows that the run was configured with, in tokens.",
+            f" is missing, and this {log.tool} log does not determine it, because several row lengths or none "
+            "explain its numbers. Give the configured row length in tokens.",
         )
     ranks = num_ranks or (fit.num_ranks if fit else None)
     log = per_device(log, ranks) if ranks else log
@@ -174,9 +174,7 @@ def _summed_up(
 def _without_warm_up(log: Log, skip: int) -> Log:
     rows, phased = log.rows[skip:], log.phased[skip:]
     if not rows and not phased:
-        raise LogError(
-            "no row is left to audit: ", Argument("skip"), " leaves out as many rows as the log has, or more."
-        )
+        raise LogError("no row is left to audit: ", Argument("skip"), " leaves out all rows of the log.")
     return replace(log, rows=rows, phased=phased)
 
 
@@ -254,30 +252,30 @@ def _warnings(
             what = f"reports an MFU of {printed:.1%}" if printed > 1 else f"has a useful MFU of {row.mfu or 0:.1%}"
             warnings.append(
                 f"step {row.row.step} {what}, which no device can reach, so some number is wrong. Likely causes: "
-                f"tokens/s of the whole job taken for that of one device ({Argument('num_ranks')}), another device "
-                f"than the tool or {Argument('device')} named, another {Argument('model')}, or a clock that does not "
-                "wait for the device."
+                f"tokens/s of the whole job taken for one device ({Argument('num_ranks')}), a wrong device in the "
+                f"tool or in {Argument('device')}, a wrong {Argument('model')}, or a clock that does not wait for "
+                "the device."
             )
             break
     # A peak that differs from the device's is another device's, in the tool's table or on the command line.
     peak = identified.peak_flops_per_s
     if device is not None and peak is not None and abs(peak.middle / device.flops_per_s - 1) > _PEAK_AGREEMENT:
         warnings.append(
-            f"the log divides by {peak.low / 1e12:.1f} to {peak.high / 1e12:.1f} TFLOP/s, but {device.name} "
-            f"has {device.flops_per_s / 1e12:.1f}: the tool took it for another, or {Argument('device')} is not the "
-            "one that ran."
+            f"the log divides by {peak.low / 1e12:.1f} to {peak.high / 1e12:.1f} TFLOP/s, but {device.name} has "
+            f"{device.flops_per_s / 1e12:.1f}. Either the tool took the device for another one, or "
+            f"{Argument('device')} is wrong."
         )
     # One run has one number of FLOPs per token, unless its tool bills each step's samples.
     if not identified.consistent:
         warnings.append(
-            "no single number of FLOPs per token explains all rows: the log mixes runs, or its rule depends on each "
-            "step's samples."
+            "no single number of FLOPs per token explains all rows. Either the log mixes runs, or its rule depends "
+            "on each step's samples."
         )
     # The factors come from the rule, the ratio from what the log prints: they agree where the two belong together.
     product = math.prod(factor.ratio for factor in factors)
     if factors and ratio and identified.fit and abs(product / ratio - 1) > _AGREEMENT:
         warnings.append(
-            f"the factors multiply to {product:.4f}, the means' ratio is {ratio:.4f}: the printed numbers are too "
+            f"the factors multiply to {product:.4f}, the means' ratio is {ratio:.4f}. The printed numbers are too "
             "coarse, or do not belong together."
         )
     return tuple(warnings)
@@ -314,8 +312,8 @@ def _notes(log: Log, seconds: Sequence[float], seq_len: int) -> tuple[str, ...]:
     ]
     if log.whole_job:
         notes.append(
-            f"the log's rates are those of all devices together: {Argument('num_ranks', example='N')} gives each "
-            "device's, and its MFU"
+            f"the log's rates are those of all devices together. Give {Argument('num_ranks', example='N')} to see "
+            "the rates and the MFU of each device"
         )
     rates = [row.tokens_per_s.value for row in log.rows if row.tokens_per_s]
     gaps = [] if any(row.step_s for row in log.rows) else _gaps(log)
@@ -323,12 +321,12 @@ def _notes(log: Log, seconds: Sequence[float], seq_len: int) -> tuple[str, ...]:
         tokens = [rate * gap for rate, gap in zip(rates[1:], gaps, strict=True)]
         if max(tokens) < seq_len or min(tokens) < 0.95 * max(tokens):
             notes.append(
-                f"tokens/s x the time between lines gives {_span(tokens)} tokens per step, "
-                f"while attention is billed for rows of {seq_len:,}"
+                f"tokens/s x the time between lines gives {_span(tokens)} tokens per step, but attention is billed "
+                f"for rows of {seq_len:,}"
             )
     if len(seconds) > 3 and seconds[0] > 2 * median(seconds):
         notes.append(
-            f"the first row stands for {seconds[0] / sum(seconds):.0%} of the time (start-up, compilation); "
-            f"{Argument('skip', 1)} leaves it out of the means"
+            f"the first row stands for {seconds[0] / sum(seconds):.0%} of the time (start-up, compilation). Leave "
+            f"this row out of the means with {Argument('skip', 1)}"
         )
     return tuple(notes)

@@ -79,7 +79,7 @@ def explain_log(log: Log, source: str, *, step: int | None = None, rank: int | N
         numbers = f"{waterfalls[0].step} to {waterfalls[-1].step}"
         raise ConfigError(
             Argument("step", step),
-            f": {source} has no line of it that tells its time; its steps are {numbers}.",
+            f": {source} has no line with the time of this step. Its steps are {numbers}.",
             choices=[str(waterfall.step) for waterfall in waterfalls],
         )
     is_timed = all(waterfall.is_timed for waterfall in waterfalls)
@@ -94,16 +94,18 @@ def explain_log(log: Log, source: str, *, step: int | None = None, rank: int | N
 def _notes(log: Log, waterfalls: Sequence[StepWaterfall]) -> list[str]:
     """Remarks on the rule of the needed work, on running means and on lines that are left out."""
     if any(waterfall.mfu is not None for waterfall in waterfalls):
-        notes = [f"needed work is what {log.tool} counts by its own rule and peak; `headway audit` recomputes it."]
+        notes = [
+            f"needed work is what {log.tool} counts by its own rule and peak. `headway audit` recomputes needed work."
+        ]
     elif any(waterfall.phases for waterfall in waterfalls):
         notes = [
-            f"MFU stands at the phases for which {log.tool} prints one, by its own rule; `headway audit` recomputes "
-            f"all phases with {Argument('model')} and {Argument('device')}."
+            f"MFU stands at the phases for which {log.tool} prints an MFU, by its own rule. `headway audit` "
+            f"recomputes all phases with {Argument('model')} and {Argument('device')}."
         ]
     elif log.rows:
         notes = [
-            f"needed work is not known: the lines of {log.tool} have no MFU; `headway audit` finds it with "
-            f"{Argument('model')} and {Argument('device')}."
+            f"needed work is not known, because the lines of {log.tool} have no MFU. `headway audit` computes needed "
+            f"work with {Argument('model')} and {Argument('device')}."
         ]
     else:
         notes = []
@@ -198,8 +200,8 @@ def _mean_note(log: Log, mean_step_s: float) -> str:
     mfu = printed_number(log.rows[-1].mfu) if log.rows else None
     at = "" if mfu is None else f", at an MFU of {format_share(mfu)}"
     return (
-        f"over the whole run a step took {format_duration(mean_step_s)}{at}, all between the steps included; the file "
-        "does not tell how long each one took."
+        f"over the whole run a step took {format_duration(mean_step_s)}{at}, including the time between the steps. "
+        "The file does not tell the time of each step."
     )
 
 
@@ -236,6 +238,7 @@ def _durations(rows: Sequence[LogRow], notes: list[str]) -> list[int | None] | N
         if usual is not None:
             times_ns[0] = round(usual / rates[0])
             notes.append(
-                f"step {rows[0].step} is the first line: its time is that of the other steps' tokens at its rate."
+                f"step {rows[0].step} is the first line, so its time is computed from its rate and the other "
+                "steps' tokens."
             )
     return times_ns

@@ -156,7 +156,7 @@ class Architecture:
         """
         if self.cost_model is None:
             raise UnknownModelError(
-                f"{self.name} was read from a configuration alone, which does not say how many parameters it has. Give "
+                f"{self.name} was read from a configuration alone, so its number of parameters is not known. Give "
                 "its cost model too: architecture(config, name, cost_model)."
             )
         sums = dict.fromkeys(ParameterGroups.__dataclass_fields__, 0)

@@ -73,7 +73,7 @@ def get_convention(name: str) -> Convention:
         hint = f"Did you mean {' or '.join(close)}? " if close else ""
         raise UnknownConventionError(
             Argument("convention"),
-            f" {name!r} is not known. {hint}Known are {', '.join(rules)}; docs/conventions.md says what each counts.",
+            f" {name!r} is not known. {hint}Known are {', '.join(rules)}. docs/conventions.md says what each counts.",
             value=name,
             choices=tuple(rules),
         )

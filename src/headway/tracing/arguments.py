@@ -25,8 +25,8 @@ def as_phantoms(value: Any) -> Any:
         return rebuilt(value, as_phantoms)
     if value.is_nested:
         raise TraceError(
-            "an argument is a nested tensor: a trace runs on shapes, and a nested tensor has none. Give the padded "
-            "tensor with its mask, or the packed one with cumulative boundaries."
+            "an argument is a nested tensor, but a trace runs on shapes, and a nested tensor has none. Give a padded "
+            "tensor with its mask, or a packed tensor with cumulative boundaries."
         )
     if not (value.is_floating_point() or value.is_complex()):
         return value

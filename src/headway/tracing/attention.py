@@ -178,9 +178,9 @@ def _unmasked_pairs(
         del recorder.operations[before:]
     if not ran:
         raise TraceError(
-            f"module {recorder.path_of(module) or '(the model)'} attends without a mask by {name!r}, in which no "
-            "softmax over scores is seen: who sees whom cannot be told. Give it a boolean mask, or set another "
-            "attention, as by model.set_attn_implementation('sdpa')."
+            f"module {recorder.path_of(module) or '(the model)'} attends without a mask by {name!r}, which runs no "
+            "softmax over scores, so Headway cannot tell who sees whom. Give a boolean mask, or set another "
+            "attention, for example with model.set_attn_implementation('sdpa')."
         )
     return ran[-1].units * (math.prod(qkv[0].shape[:-3]) if ran[-1].by_hand else 1), ran[-1].driver
 
@@ -217,8 +217,8 @@ def _picked(module: nn.Module, path: str, keys: int, kwargs: dict[str, Any]) -> 
         places, size = choices.pop("block_indices")[:, 0], int(module.indexer.block_size)  # type: ignore[union-attr, arg-type]  # heads pick alike here
     if choices:
         raise TraceError(
-            f"module {path or '(the model)'} hands {', '.join(choices)} to its attention, which may pick keys "
-            "in a way not known here."
+            f"module {path or '(the model)'} hands {', '.join(choices)} to its attention, which may pick keys in a "
+            "way that Headway does not know."
         )
     if places is None:
         return None
@@ -274,8 +274,8 @@ def masked_pairs(
     """
     if known_values.is_placeholder(mask):
         raise TraceError(
-            f"module {path or '(the model)'} attends under a mask that depends on floats, which have no data in a "
-            "trace. Give the mask, or the lengths that it is made of, as integers or booleans among the inputs."
+            f"module {path or '(the model)'} attends under a mask that depends on floats, but floats have no data in "
+            "a trace. Give the mask, or the lengths behind the mask, as integers or booleans among the inputs."
         )
     queries, keys = q.shape[-2], k.shape[-2]
     stays = scores.pairs_under(mask)

@@ -22,8 +22,8 @@ def _lengths(recorder: Recorder, boundaries: torch.Tensor, total: int, what: str
     """Return segment lengths, after checking that their boundaries fit the tensor at hand."""
     if known_values.is_placeholder(boundaries):
         raise TraceError(
-            f"module {recorder.module or '(the model)'} attends in segments whose boundaries depend on floats, which "
-            "have no data in a trace. Give the lengths as integers among the inputs."
+            f"module {recorder.module or '(the model)'} attends in segments whose boundaries depend on floats, but "
+            "floats have no data in a trace. Give the lengths as integers among the inputs."
         )
     lengths = np.diff(boundaries.tolist())
     if lengths.size == 0 or lengths.min() < 0 or lengths.sum() != total:
@@ -91,7 +91,8 @@ def _varlen_attn(
     """Stand in for `torch.nn.attention.varlen.varlen_attn`; PyTorch 2.10 has `is_causal`, later ones a window."""
     if k_cache is not None:
         raise TraceError(
-            f"module {recorder.module or '(the model)'} attends over a cache that its kernel extends: no training step."
+            f"module {recorder.module or '(the model)'} attends over a cache that its kernel extends, which no "
+            "training step does."
         )
     out = _attend_packed(recorder, (query, key, value), (cu_seq_q, cu_seq_k), window_size, is_causal, seqused_k)
     return (out, _statistics(out)) if return_aux is not None and return_aux.lse else out
@@ -173,7 +174,7 @@ def _transformers_flash(
     """
     if attention_mask is not None:
         raise TraceError(
-            f"module {recorder.module or '(the model)'} hands a flash kernel a mask of padding: give whole segments."
+            f"module {recorder.module or '(the model)'} hands a flash kernel a mask of padding. Give whole segments."
         )
     window = (-1, -1) if sliding_window is None else (sliding_window - 1, sliding_window - 1)
     if cu_seq_lens_q is not None:
@@ -289,8 +290,8 @@ def _shown(recorder: Recorder, score_mod: Any, query: torch.Tensor, sizes: tuple
     planes = torch.stack([of_head(row, head) for row in range(batch) for head in range(heads)])
     if not planes.any(-1).all():  # an unknown value hides all that it is compared with
         raise TraceError(
-            f"module {recorder.module or '(the model)'} modifies attention scores by floats whose data is not known, "
-            "and may hide pairs. Give its mask as a block mask."
+            f"module {recorder.module or '(the model)'} modifies attention scores by floats without data, so it may "
+            "hide pairs. Give its mask as a block mask."
         )
     return None if planes.all() else planes.view(sizes)
 

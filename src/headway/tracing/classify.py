@@ -347,12 +347,14 @@ def checkpointing_of(model: nn.Module) -> str:
     holders = _holders(model)
     if inner := next((path for path in sorted(holders) if lies_within(path, paths)), None):
         raise UsageError(
-            f"{inner} checkpoints parts of its own, which may hold checkpoints again, as in UNets of diffusers: how "
-            "often they run cannot be said."
+            f"{inner} checkpoints its own parts, which may hold checkpoints again (as in UNets of diffusers), so "
+            "Headway cannot tell how often they run."
         )
     wrappers = {plain_path(path): m for path, m in model.named_modules() if isinstance(m, CheckpointWrapper)}
     if (part := min(wrappers.keys() - set(map(plain_path, paths)), default=None)) is not None:
-        raise UsageError(f"{part or 'the model'} is checkpointed, which is no block: what it runs again is not known.")
+        raise UsageError(
+            f"{part or 'the model'} is checkpointed but is no block, so Headway cannot tell what it recomputes."
+        )
     checkpointed = [
         path
         for path, block in blocks.items()
@@ -367,8 +369,8 @@ def checkpointing_of(model: nn.Module) -> str:
     checkpointed = [*map(plain_path, checkpointed)]
     if len(checkpointed) not in (0, len(blocks)) and is_reentrant:
         raise UsageError(
-            f"{len(checkpointed)} of {len(blocks)} blocks are checkpointed with use_reentrant=True, and what that runs "
-            "again cannot be said. Checkpoint with use_reentrant=False, or all blocks."
+            f"{len(checkpointed)} of {len(blocks)} blocks are checkpointed with use_reentrant=True, so Headway "
+            "cannot tell what they recompute. Checkpoint with use_reentrant=False, or checkpoint all blocks."
         )
     if len(checkpointed) == len(blocks):
         return ("reentrant" if is_reentrant else "full") if blocks else "none"

@@ -114,7 +114,7 @@ def fit(
     counts = [f"{u} at {w.tokens} tokens, {w.patches} patches" for u, w in zip(units, workloads, strict=True)]
     tried = ", ".join(driver for driver in driver_units if "window" not in driver and "/" not in driver)
     raise TraceError(
-        f"no driver explains {first.kind} in module {first.module or '(the model)'}, which did this many units: "
+        f"no driver explains {first.kind} in module {first.module or '(the model)'}. Its units were: "
         f"{'; '.join(counts)}. Known drivers: {tried}."
     )
 

@@ -151,8 +151,8 @@ def refuse_lengths(function: Any, args: Any, module: str) -> None:
     place = _READ_AS_NUMBERS.get(getattr(function, "__name__", ""), len(args))
     if any(is_placeholder(tensor) and tensor.dtype != torch.bool for tensor in _tensors(args[place : place + 1])):
         raise TraceError(
-            f"module {module or '(the model)'} reads a number, such as a length, that depends on floats, which have no "
-            "data in a trace. Give it as integers or booleans among the inputs."
+            f"module {module or '(the model)'} reads a number, such as a length, that depends on floats, but floats "
+            "have no data in a trace. Give the number as integers or booleans among the inputs."
         )
 
 

@@ -412,11 +412,11 @@ def _mutated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sources: 
                 data_chooses = (
                     ""
                     if tensor.numel()
-                    else "; how many there are (points, boxes) is the choice of data, not of shapes"
+                    else "; the number of such values (points, boxes) depends on the data, not on shapes"
                 )
                 raise RuntimeError(
-                    f"{func} writes activations into a tensor of {tensor.dtype} that was made from no activation, "
-                    f"of shape {tuple(tensor.shape)}: its gradient cannot be followed{data_chooses}."
+                    f"{func} writes activations into a tensor of {tensor.dtype} that was made from no activation, of "
+                    f"shape {tuple(tensor.shape)}, so Headway cannot follow its gradient{data_chooses}."
                 )
     if len(func._schema.returns) == 0:
         return None

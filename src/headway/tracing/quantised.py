@@ -73,8 +73,9 @@ def plain_layers(model: nn.Module, stand_in: Callable[[nn.Parameter], Any]) -> d
             else:
                 raise TraceError(
                     f"module {path or '(the model)'} ({type(module).__name__}) stores {path and path + '.'}{name} "
-                    f"quantised ({stored_as(parameter)}), and does not say what layer it stands for. Trace the model "
-                    "without quantisation, which has the same FLOPs, and pass its cost model on (cost_model=)."
+                    f"quantised ({stored_as(parameter)}), so Headway cannot tell which layer it stands for. Trace "
+                    "the model without quantisation, which has the same FLOPs, and pass that cost model "
+                    "(cost_model=)."
                 )
     return stand_ins
 

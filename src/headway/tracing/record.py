@@ -131,8 +131,9 @@ class Recorder:
         mask = mask[(None,) * (len(rows) + 2 - mask.dim())]
         if mask.dim() > len(rows) + 2 or any(size not in (1, own) for size, own in zip(mask.shape, rows, strict=False)):
             raise TraceError(
-                f"module {self.module or '(the model)'} lays a mask of shape {tuple(mask.shape)} over scores of shape "
-                f"{(*rows, queries, keys)}, of which it makes several. Repeat the queries to the mask's shape."
+                f"module {self.module or '(the model)'} lays a mask of shape {tuple(mask.shape)} over scores of "
+                f"shape {(*rows, queries, keys)}, but one mask would cover several of these. Repeat the queries to "
+                "the mask's shape."
             )
         planes = mask.expand(*mask.shape[:-2], queries, keys)
         counts = np.count_nonzero(planes.reshape(-1, queries * keys).numpy(), axis=-1).reshape(planes.shape[:-2])
@@ -210,8 +211,8 @@ class Recorder:
         packet = func._overloadpacket
         if func.namespace != "aten" or packet.__name__ in OPAQUE:
             raise TraceError(
-                f"module {self.module or '(the model)'} runs {func}, a kernel that the ledger cannot read. "
-                "Its FLOPs would be missing, so the model is not counted."
+                f"module {self.module or '(the model)'} runs {func}, a kernel that Headway cannot read. Its FLOPs "
+                "would be missing, so the model is not counted."
             )
 
         # in backward, an operation is held against the product whose node runs it
@@ -251,20 +252,20 @@ class Recorder:
         place = f"module {self.module or '(the model)'}"
         if operation.fed and (function := _custom_function()):
             raise TraceError(
-                f"{place} multiplies matrices inside {function}, a function with its own "
-                "backward: which of the products are gradients already, as in fused losses, cannot be seen. The kernel "
-                "does not change what the model costs: trace the model without it, or before it is applied."
+                f"{place} multiplies matrices inside {function}, a function with its own backward, so Headway cannot "
+                "tell which products are already gradients (as in fused losses). Trace the model without this "
+                "kernel, or before the kernel is applied. The FLOPs stay the same."
             )
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
         if any(isinstance(tensor, Phantom) and root(tensor).is_sparse_matrix for tensor in tensors):
             raise TraceError(
-                f"{place} runs {packet} on a sparse matrix: how much of it is multiplied cannot be seen. Trace the "
-                "model with a full matrix in its place."
+                f"{place} runs {packet} on a sparse matrix, so Headway cannot tell how much of the matrix is "
+                "multiplied. Trace the model with a full matrix in its place."
             )
         if any(tensor.is_complex() for tensor in tensors):
             raise TraceError(
-                f"{place} runs {packet} on complex numbers, of which a multiply-add is "
-                "four real ones: no ledger counts it. Trace the model with its real and imaginary parts apart."
+                f"{place} runs {packet} on complex numbers, but Headway counts only real ones. Trace the model with "
+                "separate real and imaginary parts."
             )
 
     def _pick(self, operation: Operation) -> None:
@@ -282,8 +283,8 @@ class Recorder:
         rows = operation.forward_flops // (2 * math.prod(operation.weight) * operation.stacked)
         if rows != choice.rows:
             raise TraceError(
-                f"module {operation.module or '(the model)'} runs each of {operation.stacked} experts on {rows} rows "
-                f"where its router chose for {choice.rows}: which of them count is not known."
+                f"module {operation.module or '(the model)'} runs each of {operation.stacked} experts on {rows} "
+                f"rows, but its router chose for {choice.rows}, so Headway cannot tell which rows count."
             )
         operation.count_picked(choice.picks)
 
@@ -317,8 +318,8 @@ class Recorder:
         """Follow the hidden pairs of a result; where scores end, bill their products for the pairs that stay."""
         if packet is aten.topk and args[0].forced is None and isinstance(args[0].stays, str):
             raise TraceError(
-                f"module {self.module or '(the model)'} picks by numbers that it placed itself: what it picks is not "
-                "known."
+                f"module {self.module or '(the model)'} selects by numbers that it wrote itself, so Headway cannot "
+                "tell what it selects."
             )
         stays = scores.remaining_pairs(packet, args, out)
         for ended in args[:2]:
@@ -336,9 +337,9 @@ class Recorder:
         """
         if isinstance(ended.stays, str):
             raise TraceError(
-                f"module {self.module or '(the model)'} multiplies attention scores by hand, under a mask that cannot "
-                "be followed: it is made of floats whose data is not known. Let it call its "
-                "library's attention function or F.scaled_dot_product_attention, under a boolean mask."
+                f"module {self.module or '(the model)'} multiplies attention scores by hand, under a mask of floats "
+                "without data, so Headway cannot follow the mask. Let it call its library's attention function or "
+                "F.scaled_dot_product_attention, under a boolean mask."
             )
         mask = ended.stays
         scored = math.prod(ended.shape[-2:]) if mask is None else mask.numel()
@@ -382,6 +383,7 @@ class Recorder:
             flops, expected = operation.backward_flops, operation.expected_backward_flops
             if flops and flops != expected:
                 raise TraceError(
-                    f"the backward of {operation.kind} in module {operation.module or '(the model)'} ran {flops} FLOPs "
-                    f"where its operands explain {expected}: a custom gradient or a detached operand hides the rest."
+                    f"the backward of {operation.kind} in module {operation.module or '(the model)'} ran {flops} "
+                    f"FLOPs, but its operands explain {expected}. A custom gradient or a detached operand hides the "
+                    "rest."
                 )

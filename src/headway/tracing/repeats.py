@@ -50,8 +50,8 @@ def check_loops(runs: Sequence[Recorder], tokens: Sequence[int]) -> None:
         if steps(counts) and steps(chains) and (spread or not steps(products)):
             raise TraceError(
                 f"module {path or '(the model)'} runs {counts[0]} elementwise operations on {tokens[0]} tokens and "
-                f"{counts[-1]} on {tokens[-1]}: it loops over them one by one, a recurrence that no known formula "
-                "explains. Known are the functions that docs/counting.md lists; call one of them."
+                f"{counts[-1]} on {tokens[-1]}. It loops over tokens one by one, in a recurrence that no known "
+                "formula explains. Call one of the functions that docs/counting.md lists."
             )
 
 
@@ -78,7 +78,7 @@ def merge_repeats(runs: Sequence[Recorder]) -> list[list[Operation]]:
             op = (groups[0].get(key) or run[key])[0]
             raise TraceError(
                 f"{op.kind} in module {op.module or '(the model)'} runs on one workload and not on another, or has "
-                "another backward there: the cost of its loop over the data is not fixed."
+                "another backward there, so its loop over the data has no fixed cost."
             )
     return [[_merge(run[key]) for key in groups[0]] for run in groups]
 

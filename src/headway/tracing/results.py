@@ -24,8 +24,8 @@ def start_backward(output: Any, model: nn.Module, results: Results = None) -> No
     tensors = trained_results(output, model, results)
     if not any(isinstance(tensor, Phantom) for tensor in tensors):
         raise TraceError(
-            "the model's forward computes on real tensors when it is traced: something laid over it leads back to the "
-            "original model. Trace the model before it is altered, and pass that cost model on."
+            "the model's forward computes on real tensors during the trace, because a patched method calls the "
+            "original model. Trace the model before it is patched, and pass that cost model."
         )
     starts = [tensor for tensor in tensors if tensor.requires_grad]
     if starts:
@@ -62,9 +62,9 @@ def trained_results(output: Any, model: nn.Module, results: Results = None) -> l
     names = [name for i, (name, p) in enumerate(model.named_parameters()) if missed >> i & 1 and p.dim() > 1]
     if names:
         raise TraceError(
-            f"the loss that {type(output).__name__} holds does not depend on {names[0]}, on which other results of the "
-            'model depend: whether training starts from the loss alone is not known. Say so with results="loss", or '
-            'name all that is trained, as in results=("loss", "logits").'
+            f"the loss that {type(output).__name__} holds does not depend on {names[0]}, but other results of the "
+            'model do. If training starts from the loss alone, set results="loss". Otherwise name all trained '
+            'results, as in results=("loss", "logits").'
         )
     return losses
 

@@ -215,13 +215,13 @@ def _refusal(name: str, values: Any) -> str:
     if name.startswith("fft_") and any(isinstance(value, Phantom) and value.fed for value in values):
         transform = name.replace("_", ".", 1)
         return (
-            f"runs {transform}: a Fourier transform is no matrix product, so no ledger counts it. Trace the model "
-            "without it."
+            f"runs {transform}. A Fourier transform is no matrix product, so Headway cannot count it. Trace the "
+            "model without the transform."
         )
     if name.startswith("_nested_") and _has_phantom(values):
         return (
-            "makes a nested tensor, whose lengths nothing on shapes can have. Attend over padded rows with their mask, "
-            "or over packed ones by varlen_attn with cumulative boundaries: both count the same pairs."
+            "makes a nested tensor, but a trace runs on shapes, which hold no lengths. Attend over padded rows with "
+            "their mask, or over packed rows by varlen_attn with cumulative boundaries. Both count the same pairs."
         )
     return ""
 

@@ -63,7 +63,7 @@ def _refused_triton(recorder: Recorder) -> Iterator[None]:
         while not hasattr(kernel, "__name__"):  # autotuned, with heuristics: the function is inside
             kernel = kernel.fn
         raise TraceError(
-            f"module {recorder.module or '(the model)'} launches the Triton kernel {kernel.__name__}, which the ledger "
+            f"module {recorder.module or '(the model)'} launches the Triton kernel {kernel.__name__}, which Headway "
             "cannot read. Trace the model with PyTorch's own operations in its place."
         )
 

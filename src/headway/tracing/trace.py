@@ -73,7 +73,8 @@ def trace(model_or_config: Any, *, inputs: Any = None, results: Results = None, 
         with suppress(TraceError), _random_states_kept():  # a second failure has another cause than the adapters
             cost = _traced(model_or_config, inputs, results, name, adapters=False)
             missing = (
-                f"the adapters of {adapted[0]} and {len(adapted) - 1} more layers, whose base alone counts: {error}"
+                f"the adapters of {adapted[0]} and {len(adapted) - 1} more layers, of which only the base "
+                f"counts: {error}"
             )
             warnings.warn(f"The ledger of {cost.name} leaves out {missing}", RuntimeWarning, stacklevel=2)
             return replace(cost, unknown=(*cost.unknown, missing))
@@ -144,11 +145,11 @@ def _traced(
         source |= notes
     name = name or type(model).__name__
     selected = [
-        f"what is computed of rows that {path or type(model).__name__} selects by comparing floats"
+        f"the work on rows that {path or type(model).__name__} selects by comparing floats"
         for path in runs[0].selecting
     ]
     for missing in selected:
-        note = f"The ledger of {name} leaves out {missing}: how many there are is the choice of data"
+        note = f"The ledger of {name} leaves out {missing}, because its size depends on the data"
         warnings.warn(note, RuntimeWarning, stacklevel=3)
     beyond = 1 << len(parameters)  # source bit of inputs that ask for a gradient
     return CostModel(
@@ -304,8 +305,8 @@ def _run(model: nn.Module, arguments: Any, *, backward: bool, results: Results =
     # a model that exchanges its modules cannot be traced again on another workload
     if any(new is not old for new, old in zip_longest(model.modules(), modules)):
         raise TraceError(
-            f"{type(model).__name__} swaps modules of its own while it runs, by how long its input is: its cost "
-            "depends on what it ran before. Fix its attention type in its configuration."
+            f"{type(model).__name__} swaps its own modules by the length of its input, so its cost depends on "
+            "earlier inputs. Fix its attention type in its configuration."
         )
     merge_experts(model, recorder)
     return recorder
@@ -372,8 +373,8 @@ def _unlike_widths(model: Any) -> str | None:
         features = getattr(getattr(config, name, None), "out_hidden_size", None)
         if isinstance(features, int) and isinstance(width, int) and features != width:
             return (
-                f"{name}.out_hidden_size is {features:,}, and hidden_size of the text is {width:,}. Features take the "
-                "places of tokens, so both widths must be equal: change one of the two in config.json."
+                f"{name}.out_hidden_size is {features:,}, and hidden_size of the text is {width:,}. Features replace "
+                "tokens, so both widths must be equal. Change one of the two in config.json."
             )
     return None
 
@@ -396,7 +397,8 @@ def failed_on_shapes(error: Exception, model: Any, recorder: Recorder | None = N
         return TraceError(f"{type(model).__name__} cannot run: {widths}")
     happened = f"fails in {operation}" if operation else "raises an error"
     return TraceError(
-        f"{place} {happened} when it runs on shapes alone: {type(error).__name__}: {text.rstrip('.') or 'no reason'}. "
-        "If the model runs by itself on such inputs, trace it with another operation in this place, or give the inputs "
-        "that it needs with trace(model, inputs=...); what is metered then takes that cost model (cost_model=)."
+        f"{place} {happened} when it runs on shapes alone: {type(error).__name__}: "
+        f"{text.rstrip('.') or 'no reason'}. If the model runs on such inputs outside a trace, replace this "
+        "operation for the trace, or give the right inputs with trace(model, inputs=...). Then pass that cost model "
+        "to the meter (cost_model=)."
     )

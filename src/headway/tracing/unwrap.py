@@ -61,8 +61,8 @@ def refuse_flat(model: nn.Module) -> None:
     for path, module in model.named_modules():
         if _is_flat(module):
             raise TraceError(
-                f"{path or 'the model'} is wrapped by FullyShardedDataParallel, which keeps flat pieces of parameters "
-                "without their shapes. Trace the model before wrapping it, or shard it with "
+                f"{path or 'the model'} is wrapped by FullyShardedDataParallel, which keeps flat pieces of "
+                "parameters without their shapes. Trace the model before wrapping, or shard it with "
                 "torch.distributed.fsdp.fully_shard."
             )
 
@@ -91,8 +91,8 @@ def unsharded(tensor: torch.Tensor) -> torch.Tensor:
         placements: Any = tensor.placements  # type: ignore[attr-defined]  # a DTensor
         if any(not placement.is_replicate() for placement in placements):
             raise TraceError(
-                f"a buffer of {tensor.dtype} and shape {tuple(tensor.shape)} is sharded over ranks, and its values may "
-                "steer the model. Trace the model before sharding it."
+                f"a buffer of {tensor.dtype} and shape {tuple(tensor.shape)} is sharded over ranks, but its values "
+                "may change what the model runs. Trace the model before sharding."
             )
         return local(tensor)
     full_tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")

@@ -205,7 +205,7 @@ def test_text_that_reads_pictures_keeps_its_layers():
 def test_images_without_a_token_are_refused_by_name():
     config = tiny_config("blip2")
     config.image_token_index = None
-    with pytest.raises(TraceError, match="which token stands for an image: set its image_token_id"):
+    with pytest.raises(TraceError, match=r"which token stands for an image. Set its image_token_id"):
         trace(config)
 
 

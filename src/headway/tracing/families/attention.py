@@ -50,7 +50,7 @@ def _window(
         return (_joined(record_attention(recorder, path, q, k, v, pairs, driver)),)
     if batch > 1:
         raise TraceError(
-            f"module {path or '(the model)'} has global tokens in {batch} texts: give an example of one text."
+            f"module {path or '(the model)'} has global tokens in {batch} texts. Give an example of one text."
         )
     chosen = is_index_global_attn[0]
     where = chosen.nonzero()[:, 0]
@@ -91,7 +91,7 @@ def _blocks(
     hidden = known_data(attention_mask)
     if hidden is None or len(hidden) > 1:
         raise TraceError(
-            f"module {path or '(the model)'} attends in blocks under a mask that is not known: give one text, unmasked."
+            f"module {path or '(the model)'} attends in blocks under an unknown mask. Give one text, unmasked."
         )
     where = (hidden[0] == 0).nonzero()[:, 0]
     projections = (module.q_proj, module.k_proj, module.v_proj)

@@ -112,8 +112,9 @@ def _linear_attention(recorder: Recorder, *args: Any, delta: bool, **kwargs: Any
     value = _argument(args, kwargs, 2, "v", "value")
     if query.dim() != 4 or query.shape != key.shape or query.shape[:2] != value.shape[:2]:
         raise TraceError(
-            f"module {recorder.module or '(the model)'} runs a recurrence on q {tuple(query.shape)}, "
-            f"k {tuple(key.shape)}, v {tuple(value.shape)}; it reads [batch, tokens, heads, size], q and k alike."
+            f"module {recorder.module or '(the model)'} runs a recurrence on q {tuple(query.shape)}, k "
+            f"{tuple(key.shape)}, v {tuple(value.shape)}. Give q, k and v as [batch, tokens, heads, size], with q "
+            "and k of one shape."
         )
     batch, length, heads, v_size = value.shape
     gates = [t for t in (*args[3:], *kwargs.values()) if isinstance(t, torch.Tensor) and t.is_floating_point()]

@@ -52,7 +52,7 @@ class _Batch:
     def __init__(self, workload: Workload, floats: Floats) -> None:
         grids = workload.grids.tolist()
         if not grids or any(grid != grids[0] for grid in grids):
-            raise TraceError(f"a batch of latents has one size, and the workload has {len({*map(tuple, grids)})}.")
+            raise TraceError(f"a batch of latents has one size, but the workload has {len({*map(tuple, grids)})}.")
         self.samples = len(grids)
         self.frames, self.height, self.width = map(int, grids[0])  # patches
         self.text = int(workload.sources[0]) if workload.sources.size else 0  # tokens of each sample's text
@@ -116,7 +116,7 @@ class Denoiser:
             else:
                 return self._sizes, self._layout, self._width
         raise TraceError(
-            f"{type(model).__name__} refuses latents in every layout that is known here ({type(refusal).__name__}: "
+            f"{type(model).__name__} refuses latents in every layout that Headway knows ({type(refusal).__name__}: "
             f"{refusal}). Give the forward's arguments with trace(model, inputs=...)."
         )
 
@@ -150,8 +150,8 @@ class Denoiser:
                 parameter.default is parameter.empty and name not in arguments and parameter.kind.name != "VAR_KEYWORD"
             ):
                 raise TraceError(
-                    f"the model's forward needs {name}, which nothing here makes from its configuration. Give its "
-                    "arguments with trace(model, inputs=...)."
+                    f"the model's forward needs {name}, but Headway cannot make this argument from the "
+                    "configuration. Give the model's arguments with trace(model, inputs=...)."
                 )
         return arguments if device is None else on_device(arguments, device)
 

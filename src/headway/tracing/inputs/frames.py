@@ -156,7 +156,9 @@ class TiledFrames(Frames):
         """Make tiles, padded to the most of any image, which the model cuts off by the images' sizes."""
         unknown = next((t for t, _, _ in grids if t not in self.cuts), None)
         if unknown is not None:
-            raise TraceError(f"an image of {unknown} tiles: this model cuts one into {', '.join(map(str, self.cuts))}.")
+            raise TraceError(
+                f"an image of {unknown} tiles, but this model cuts an image into {', '.join(map(str, self.cuts))}."
+            )
         most = max(t for t, _, _ in grids)
         return {
             "pixel_values": floats((len(grids), most, self.channels, self.size, self.size)),

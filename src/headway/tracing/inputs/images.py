@@ -110,8 +110,8 @@ class Images(InputForm):
             ids[shown.bool()] = self.token
         else:
             raise TraceError(
-                f"the configuration of {type(self.config).__name__} does not say which token stands for an image: "
-                f"set its {' or '.join(_TOKENS[:2])}."
+                f"the configuration of {type(self.config).__name__} does not say which token stands for an image. "
+                f"Set its {' or '.join(_TOKENS[:2])}."
             )
         kinds = {name for name in self.accepted if name.endswith("mm_token_type_ids")}
         batch |= dict.fromkeys(kinds | {"mm_token_type_ids", "token_type_ids"}, shown)

@@ -110,8 +110,8 @@ def _find_layout(
         else:
             return speech
     raise TraceError(
-        f"a model of {type(config).__name__} takes {argument} in a form that is not known here. Give its arguments "
-        f"with trace(model, inputs=...). Tried last: {' '.join(str(refused).split())}"
+        f"a model of {type(config).__name__} takes {argument} in a form that Headway does not know. Give its "
+        f"arguments with trace(model, inputs=...). Tried last: {' '.join(str(refused).split())}"
     ) from refused
 
 
@@ -140,7 +140,7 @@ def _layouts(config: Any, waves: bool, masked: bool) -> Iterator[SpeechLayout]:
 def _source_of(workload: Workload) -> int:
     if not workload.sources.sum():
         raise TraceError(
-            "the model reads a source for each segment, and the workload holds none: give Workload(sources=[...])."
+            "the model reads a source for each segment, but the workload holds none. Give Workload(sources=[...])."
         )
     return int(workload.sources[0])
 
@@ -279,7 +279,7 @@ class AudioFeatures(InputForm):
         if len(lengths) > 1:
             raise TraceError(
                 f"clips of {', '.join(map(str, sorted(lengths)))} frames would be padded to one length in a forward "
-                "pass: give clips of one length."
+                "pass. Give clips of one length."
             )
         frames = lengths.pop()
         batch |= self._heard(self.speech, len(workload.audio), frames, floats)
@@ -292,8 +292,8 @@ class AudioFeatures(InputForm):
         token = next((token for token in tokens if token is not None), None)
         if token is None:
             raise TraceError(
-                f"the configuration {type(self._config).__name__} does not say which token stands for audio: "
-                f"set its {_TOKENS[0]}."
+                f"the configuration {type(self._config).__name__} does not say which token stands for audio. Set its "
+                f"{_TOKENS[0]}."
             )
         return int(token)
 

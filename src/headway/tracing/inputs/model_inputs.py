@@ -105,13 +105,13 @@ class Inputs:
         """Refuse a forward that takes neither text nor a known form of input, or images in no known form."""
         if f"{self._decoder}input_ids" not in self.accepted and not self.parts:
             raise UnknownInputsError(
-                f"{type(model).__name__}.forward takes {', '.join(self.accepted) or 'nothing'}; a model to trace takes "
-                "input_ids. Give its arguments with trace(model, inputs=...); a loop needs no trace of it: "
-                "Meter(model, watch=True) counts the forwards of any module by itself."
+                f"{type(model).__name__}.forward takes {', '.join(self.accepted) or 'nothing'}, but the trace of a "
+                "model needs input_ids. Give the arguments with trace(model, inputs=...). In a loop you need no "
+                "trace, because Meter(model, watch=True) counts the forwards of any module."
             )
         if "pixel_values" in self.accepted and not self._takes_images and images.has_tower(model):
             raise TraceError(
-                f"{type(model).__name__} takes images in a form that is not known here. Give its arguments with "
+                f"{type(model).__name__} takes images in a form that Headway does not know. Give its arguments with "
                 "trace(model, inputs=...), or trace its language model alone, from the text configuration."
             )
 
@@ -158,7 +158,7 @@ class Inputs:
             TraceError: the model takes no images, and the workload holds some.
         """
         if len(workload.grids) and not self._takes_images:
-            raise TraceError("the model takes no images, and the workload holds some.")
+            raise TraceError("the model takes no images, but the workload holds some.")
 
         def floats(shape: Sequence[int]) -> torch.Tensor:
             return phantom_floats(shape) if device is None else torch.randn(tuple(shape))
@@ -196,9 +196,8 @@ def _parts_of(model: nn.Module) -> list[InputForm]:
 def _refuse_entropy_patches(model: nn.Module) -> None:
     if getattr(getattr(model, "config", None), "patching_mode", None) == "entropy":
         raise TraceError(
-            f"{type(model).__name__} cuts its text into patches by the entropy of what it predicts: how many "
-            "there are, and what it costs, is the data's choice. Give one example, patch_lengths with it, "
-            "with trace(model, inputs=...)."
+            f"{type(model).__name__} cuts its text into patches by the entropy of its predictions, so the cost "
+            "depends on the data. Give one example, with patch_lengths, to trace(model, inputs=...)."
         )
 
 
