@@ -475,7 +475,7 @@ def test_a_resumed_trainer_state(audit):
 def test_rates_of_a_whole_job_say_that_ranks_are_missing(audit):
     data = audit(resumed([]), "--model", "llama-3.1-8b", "--seq-len", 2048, "--device", "H100")
     assert data["rows"][0]["useful"]["mfu"] is None
-    assert any("--ranks N gives each device's" in note for note in data["notes"])
+    assert any("Give --ranks N to see the rates" in note for note in data["notes"])
 
 
 def test_several_rules_that_rounding_does_not_tell_apart(audit):

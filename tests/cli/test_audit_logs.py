@@ -302,10 +302,8 @@ def test_trls_asynchronous_trainers(audit, headway, form):
 def test_a_file_of_two_runs_says_so(audit):
     tflops = 5000 * THEIRS["torchtitan-2026-06"]["qwen3-8b"]["row"] / 4096 / 1e12
     rates = f"tps: 5,000  tflops: {tflops:.2f}  mfu: {tflops / 9.89:.2f}%"
-    went_back = (
-        "steps go back once, first from 3 to 2: the file holds several runs, or a run that was resumed, and rows "
-    )
-    for steps, notes in (((1, 2, 3, 2, 3), [went_back + "of all are in the means"]), ((1, 2, 3, 4, 5), [])):
+    went_back = "steps go back once, first from 3 to 2. The file holds several runs, or a resumed run, and the means "
+    for steps, notes in (((1, 2, 3, 2, 3), [went_back + "cover all of them"]), ((1, 2, 3, 4, 5), [])):
         text = "".join(f"step: {step:2d}  loss: 1.0  memory: 9.00GiB(9.66%)  {rates}\n" for step in steps)
         data = audit(text, "--model", "qwen3-8b", "--seq-len", 4096)
         assert [note for note in data["notes"] if note.startswith("steps go back")] == notes

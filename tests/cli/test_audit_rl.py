@@ -126,7 +126,9 @@ def test_a_line_whose_mfu_is_unknown_has_its_phases(audit):
     phases = phases_of(data, 34)
     assert phases["gen"]["share"] == pytest.approx(541.1881153844297 / 1163.9566092677414)
     assert phases["update_actor"]["useful"]["flops"] is None
-    assert any("--mean-segment L gives the mean of prompt and answer together" in note for note in data["notes"])
+    assert any(
+        "Give the mean length of prompt and answer together with --mean-segment L" in note for note in data["notes"]
+    )
     assert sum(row["wall_s"] for row in phases.values()) == pytest.approx(1163.9566092677414)
 
 

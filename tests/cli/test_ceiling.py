@@ -80,8 +80,8 @@ def test_a_damaged_cache_is_a_warning(headway, tmp_path):
         (["--device", "tpu"], "'tpu' is none of cpu, cuda, mps"),
         (["--device", "cuda:x"], "'cuda:x' is none of"),
         (["--device", "cuda:99"], "PyTorch sees no such device here"),
-        (["--device", "cpu", "--dtype", "fp8"], "No ceiling is measured for cpu in 'fp8'"),
-        (["--device", "cpu", "--dtype", "tf32"], "No ceiling is measured for cpu in 'tf32'"),
+        (["--device", "cpu", "--dtype", "fp8"], "Headway cannot measure the ceiling of cpu in 'fp8'"),
+        (["--device", "cpu", "--dtype", "tf32"], "Headway cannot measure the ceiling of cpu in 'tf32'"),
     ],
 )
 def test_what_cannot_be_measured_exits_2(headway, arguments, told):

@@ -87,7 +87,7 @@ def test_equal_segments_without_a_row_length_are_noted(headway):
         ("compare", *arguments, "--device", "H100", "--step-time", 1),
         ("flops", *arguments, "--convention", "maxtext"),
     ):
-        assert "If each is a row of its own, give --seq-len 2048" in " ".join(headway(*command).err.split())
+        assert "If each segment is a row, give --seq-len 2048" in " ".join(headway(*command).err.split())
         assert "Note:" not in headway(*command, "--seq-len", 2048).err
     assert "Note:" not in headway("flops", *arguments, "--convention", "verl").err
 
@@ -95,7 +95,7 @@ def test_equal_segments_without_a_row_length_are_noted(headway):
 def test_an_impossible_mfu_is_printed_and_explained(headway):
     result = headway("compare", "qwen3-8b", "--segments", "8192*64", "--device", "H100", "--step-time", "0.1", "--json")
     assert by_name(json.loads(result.out))["useful"]["mfu"] > 1
-    assert "a useful MFU above 100 % cannot be. Likely causes" in result.err
+    assert "a useful MFU above 100 % is impossible. Likely causes" in result.err
     assert result.code == 1
 
 

@@ -97,7 +97,7 @@ def test_a_strangers_configuration_is_refused_in_a_sentence(headway, tmp_path, s
 
 def test_segments_of_latents_are_not_typed(headway, saved):
     result = headway("flops", saved("SD3Transformer2DModel"), "--segments", 16, "--sources", 7)
-    assert "A sample of SD3Transformer2DModel is its latents: leave --segments and --splits out" in " ".join(
+    assert "A sample of SD3Transformer2DModel consists of latents. Leave --segments and --splits out" in " ".join(
         result.err.split()
     )
 

@@ -122,23 +122,26 @@ def test_data_that_cannot_be_read_are_one_error_with_the_way_out(headway, data, 
         (("--set", "data.max_length=1"), "unknown key 'data.max_length', in Headway it is `data.tokens_per_pack`"),
         (
             ("--learning_rate", "1"),
-            "There is no option --learning_rate; in Headway it is `optim.lr`. Settings",
+            "There is no option --learning_rate; in Headway it is `optim.lr`. To change",
         ),
         (
             ("--per-device-train-batch-size=2",),
             "--per-device-train-batch-size; in Headway it is `data.",
         ),
-        (("--lr", "1"), "There is no option --lr; the setting is 'optim.lr'. Settings"),
-        (("--device", "H100", "--device", "A100"), "--device H100 has no effect, as --device A100 follows"),
-        (("--set", "optim.lr=1", "--set", "optim.lr=2"), "--set optim.lr=1 has no effect, as optim.lr=2 stands"),
+        (("--lr", "1"), "There is no option --lr; the setting is 'optim.lr'. To change"),
+        (("--device", "H100", "--device", "A100"), "--device H100 has no effect, because --device A100 follows"),
+        (("--set", "optim.lr=1", "--set", "optim.lr=2"), "--set optim.lr=1 has no effect, because optim.lr=2"),
         (
             ("--set", "optim.steps=1", "--set", "optim.epochs=2"),
-            "optim.steps=1 has no effect, as optim.ep",
+            "optim.steps=1 has no effect, because optim.ep",
         ),
         (("--set", "optim={lr: 1, lr: 2}"), "the key 'lr' stands twice in one mapping"),
         (("--set", "run.trackers=wand"), "run.trackers"),
         (("--set", "optim.lr=2,5e-4"), "the comma of 2,5e-4 may stand before decimals or thousands"),
-        (("--set", "model.path=runs/a"), "runs/a is a training run and no model. It has no model yet: `headway export"),
+        (
+            ("--set", "model.path=runs/a"),
+            "runs/a is a training run and no model. The run has no model folder yet. `headway export",
+        ),
     ],
 )
 def test_settings_that_cannot_be_meant_are_one_error_with_the_way_out(headway, data, arguments, says):
@@ -151,9 +154,9 @@ def test_settings_that_cannot_be_meant_are_one_error_with_the_way_out(headway, d
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("reviews.csv", None, "`headway init --model MODEL --data FILE` writes one for data of yours"),
-        ("chats.jsonl", b'{"text": "a"}\n{"text": "b"}\n', "writes one for data of yours"),
-        ("pictures", None, "Is a directory. Give the path of a YAML file; `headway init"),
+        ("reviews.csv", None, "To write one for your data: `headway init --model MODEL --data FILE`"),
+        ("chats.jsonl", b'{"text": "a"}\n{"text": "b"}\n', "To write one for your data: `headway init"),
+        ("pictures", None, "Is a directory. Give the path of a YAML file. To write one for your data: `headway init"),
         ("a.yaml", "model: {path: m}".encode("utf-16"), "it is not UTF-8 text (invalid start byte at byte 0). Save"),
         ("a.yaml", b"model: {path: m}\n", "'data', 'optim' and 'run' are required (`headway init` writes them)"),
     ],

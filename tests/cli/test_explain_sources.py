@@ -180,7 +180,7 @@ def test_a_folder_without_records_names_the_runs_within_it(headway, run):
     result = headway("explain", run.parent)
     assert result.code == 2
     assert "holds neither records (metrics.jsonl) nor a profile" in said(result)
-    assert "Runs within it: run; name one of them." in said(result)
+    assert "Runs within it: run. Name one of them." in said(result)
 
 
 def test_an_empty_metrics_jsonl_is_an_error_with_a_way_out(headway, run):
@@ -254,8 +254,9 @@ def test_text_that_is_nothing_of_the_kind_is_an_error_that_names_the_kinds(headw
     path.write_bytes(b"# A page\n\nof prose.\n")
     result = headway("explain", path)
     assert result.code == 2
-    assert f"{path} is neither a trace of torch.profiler nor the records of a run, and it was read as a log." in said(
-        result
+    assert (
+        f"{path} is neither a trace of torch.profiler nor the records of a run, so Headway read it as a log."
+        in said(result)
     )
     assert "the step lines of torchtitan" in said(result)
 
@@ -271,14 +272,14 @@ def test_a_file_that_is_not_there_is_an_error(headway, tmp_path):
 def test_what_cannot_be_compared_or_taken_is_refused(headway, run, log, tmp_path):
     trace = trace_of(tmp_path / "t.json.gz")
     for arguments, text in (
-        ((run, run / "metrics.jsonl"), "are the same: there is nothing to compare"),
-        ((trace, trace), "are the same: there is nothing to compare"),
-        ((run, trace, log(4)), "two things can be compared, not 3"),
-        ((run, "--compare"), "two things can be compared, not 1"),
+        ((run, run / "metrics.jsonl"), "are the same, so there is nothing to compare"),
+        ((trace, trace), "are the same, so there is nothing to compare"),
+        ((run, trace, log(4)), "--compare takes two sources, not 3"),
+        ((run, "--compare"), "--compare takes two sources, not 1"),
         ((run, log(4), "--by", "module"), "--by module cannot take effect in a comparison"),
         ((log(2), log(4)), "2.log does not tell how long its steps took"),
         ((run, "--by", "kernel"), "--by kernel: records tell nothing of kernels; a profile does (run.profile)"),
-        ((run, "--whole"), "--whole is about a trace, and"),
+        ((run, "--whole"), "--whole needs a trace, but"),
     ):
         result = headway("explain", *arguments)
         assert (result.code, result.out) == (2, "")

@@ -72,9 +72,9 @@ def test_memory_is_held_to_what_it_was(headway, runs):
 @pytest.mark.parametrize(
     ("condition", "words"),
     [
-        ("mfu<5%", "would hold of runs that are alike"),
-        ("step>-5%", "would hold of runs that are alike"),
-        ("mfu<-0%", "would hold of runs that are alike"),
+        ("mfu<5%", "would hold for two equal runs"),
+        ("step>-5%", "would hold for two equal runs"),
+        ("mfu<-0%", "would hold for two equal runs"),
         ("goodness<-5%", "Write a metric (mfu, tokens/s, step, memory)"),
         ("mfu<-5", "is no condition"),
         ("__import__('os')", "is no condition"),

@@ -108,7 +108,7 @@ def test_lines_of_text_are_prompts_and_draws_repeat_with_their_seed(writer, head
         (("--input", "a.txt", "--image", "b.png"), "--image goes with --prompt"),
         (("--input", "nowhere.txt"), "The prompts in nowhere.txt cannot be read"),
         (("--prompt", "w1", "--top-p", "0.5"), "have no effect at temperature 0"),
-        (("--prompt", "w1", "--temperature", "1", "--top-p", "5"), "top-p is 5; it is a share"),
+        (("--prompt", "w1", "--temperature", "1", "--top-p", "5"), "top-p is 5, but must be above 0"),
         (("--prompt", "w1", "--image", "b.png"), "There is no image 'b.png'"),
         (("--prompt", "w1", "--image", __file__), "needs a chat template"),
         (("--prompt", "w1", "--device", "tpu"), "--device 'tpu' is no"),

@@ -164,17 +164,17 @@ def test_of_a_training_its_own_packs_are_shown(model, data, headway, tmp_path):
 def test_samples_behind_the_last_one_are_refused(headway, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
     result = headway("look", tmp_path / "a.jsonl", "--model", "m", "--start", 3)
-    assert (result.code, result.err) == (2, "Error: There is no sample 3 to begin with: the data hold 2.\n")
+    assert (result.code, result.err) == (2, "Error: There is no sample 3 to begin with, because the data hold 2.\n")
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("nowhere.jsonl",), "DATA needs --model"),
-        (("run.yaml", "--model", "m"), "--model has no effect: run.yaml says it"),
+        (("run.yaml", "--model", "m"), "--model has no effect: run.yaml sets it"),
         (("a.jsonl", "--model", "m", "--overlong", "split"), "no packs without --packing-length"),
         (("a.jsonl", "--model", "m", "--html", "a.html", "--json"), "Give one of the two"),
-        (("a.jsonl", "--model", "m", "--html", "a.html", "--tokens", 9), "a page and JSON have all tokens"),
+        (("a.jsonl", "--model", "m", "--html", "a.html", "--tokens", 9), "a page and JSON show all tokens"),
         (("nowhere.jsonl", "--model", "m", "--packing-length", "9", "--overlong", "x"), "Unknown policy"),
     ],
 )

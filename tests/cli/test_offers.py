@@ -182,11 +182,11 @@ WRONG = {
     "no time": (("--within", "0d"), "--within 0 is no time"),
     "no unit of time": (("--within", "7x"), "--within '7x' is not a number. Write"),
     "no prices": (("--within", "7d"), "--within needs prices: give --price-list FILE, or --device and --price"),
-    "two prices": (("--price", 2), "both say what devices cost"),
+    "two prices": (("--price", 2), "both set the price of devices"),
     "no such device in the list": (("--device", "B200"), "the price list has no price for NVIDIA B200"),
     "a link of all": (("--link", 50), "--link 50.0 cannot take effect beside --price-list or --within"),
     "sizes twice": (("--scale", "8,16"), "--scale 8,16 cannot take effect"),
-    "lengths twice": (("--segments", "900"), "--segments 900 and --tokens-per-sample 300 both say"),
+    "lengths twice": (("--segments", "900"), "--segments 900 and --tokens-per-sample 300 both set"),
 }
 
 

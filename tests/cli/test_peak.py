@@ -60,7 +60,7 @@ def test_a_log_is_restated_for_the_peak_of_the_dtype(headway, tmp_path):
     ("options", "quoted"),
     [
         (("--device", "1e15", "--dtype", "fp8"), "--device 1e15 states the rate itself"),
-        (("--device", "H100", "--dtype", "fp9"), "no dense fp9 figure; its datasheet gives bf16"),
+        (("--device", "H100", "--dtype", "fp9"), "no dense fp9 figure. Its datasheet gives bf16"),
         (("--device", "A100", "--dtype", "fp8:1,bf16:1"), "no dense fp8 figure"),
         (("--device", "H100", "--dtype", "fp8,bf16"), "'fp8' is not a dtype with its share"),
         (("--device", "H100", "--dtype", "fp8:0.5,fp8:0.5"), "is not a dtype with its share"),

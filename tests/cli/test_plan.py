@@ -333,7 +333,7 @@ def test_exchanges_of_processes_on_this_machine_are_not_in_a_plan_which_says_so(
     asked = ("plan", "qwen3-0.6b", "--set", "run.device=cpu", "--devices", 2)
     text = headway(*asked)
     assert text.code == 0, text.err
-    assert "Exchanges between processes of this machine are not in the step" in " ".join(text.out.split())
+    assert "The step does not contain exchanges between processes of this machine" in " ".join(text.out.split())
     keys = {line["key"] for line in json.loads(headway(*asked, "--json").out)["time"]["lines"]}
     assert "communication.transfer" not in keys
 

@@ -213,7 +213,7 @@ def test_a_plan_that_cannot_be_is_one_sentence(options, message, headway):
 def test_devices_without_a_dry_run_are_refused(headway):
     result = headway("train", RECIPES / "qwen2.5-7b-text-81920.yaml", "--devices", 4)
     assert result.code == 2
-    assert "go with --dry-run" in " ".join(result.err.split())
+    assert "need --dry-run" in " ".join(result.err.split())
 
 
 def test_a_dry_run_of_a_shipped_model_needs_no_torch():

@@ -37,7 +37,7 @@ FLOPS = [
     (["--segments", "64", "--forward-only", "--recompute", "full"], "contradict each other"),
     (["--segments", "64", "--by", "layer"], "layer"),
     (["--segments", "64", "--reference", "qwen3-8b", "--convention", "6nd"], "--reference qwen3-8b cannot take effect"),
-    (["--segments", "1", "--past", "64"], "no gradient reaches: it needs --forward-only"),
+    (["--segments", "1", "--past", "64"], "no gradient reaches, so it needs --forward-only"),
     (["--segments", "1*8", "--past", "64", "--forward-only"], "past must be one length per segment: got 1 for 8"),
     (["--segments", "1", "--past", "64x2", "--forward-only"], "--past '64x2': '64x2' is not a length"),
 ]
@@ -52,11 +52,11 @@ COMPARE = [
     (["--segments", "8", "--device", "-1e12", "--step-time", "1"], "--device '-1e12' is not a positive number"),
     (["--segments", "8,16", "--seq-len", "8", "--device", "H100", "--step-time", "1"], "--seq-len 8 contradicts"),
     (["--device", "H100", "--step-time", "1"], "--segments is missing"),
-    (["runs/b"], "shows one step of one MODEL as every tool would print it, and got runs/b besides"),
+    (["runs/b"], "shows one step of one MODEL as every tool would print it, but got runs/b too"),
 ]
 
 MFU = [
-    (["qwen3-8b"], "qwen3-8b alone does not say what a token costs"),
+    (["qwen3-8b"], "qwen3-8b alone does not determine the cost of a token"),
     (["qwen3-8b", "--seq-len", "8", "--segments", "8"], "--segments and --seq-len contradict each other"),
     (["qwen3-8b", "--seq-len", "8", "--flops-per-token", "5"], "--flops-per-token and MODEL contradict"),
     (["--seq-len", "8"], "--seq-len cannot take effect without MODEL"),
@@ -81,7 +81,7 @@ PLAN = [
     ((*MODEL, "--lengths", "x.csv", "--samples", 10), "give --epochs instead"),
     ((*MODEL, "--lengths", "x.csv", "--segments", 900), "--lengths and --segments are two places for lengths"),
     ((*MODEL, "--images", "1x32x48"), "qwen3-0.6b has no vision tower"),
-    (("plan", "qwen3-vl-2b", "--images", "1x32x48"), "these take 384 tokens"),
+    (("plan", "qwen3-vl-2b", "--images", "1x32x48"), "which are 384 tokens"),
     (("plan", "qwen3-vl-2b", "--segments", "300", "--images", "1x32x48"), "give --segments 384 or more"),
     (("plan", "qwen3-vl-2b", "--segments", "900*2", "--images", "1x32x48*3"), "cannot be dealt to the 2 samples"),
     ((*MODEL, "--data", "no-such.jsonl"), "no-such.jsonl"),

@@ -237,7 +237,7 @@ def test_options_that_contradict_name_both(headway, tmp_path):
         ((run, "--serve", "--md"), "--serve and --md are given"),
         ((run, "--serve", "-o", tmp_path / "x.html"), "--serve and -o are given"),
         ((run, run, "--serve"), "--serve and 2 runs are given"),
-        ((run, "--port", 0), "--port 0 is given without --serve"),
+        ((run, "--port", 0), "--port 0 takes effect only with --serve"),
         ((tmp_path / "no-run", "--serve"), "does not exist"),
     ):
         said = headway("report", *arguments)
@@ -254,7 +254,7 @@ def test_a_port_in_use_is_one_error_with_the_way_out(headway, tmp_path):
     assert (said.code, said.out) == (2, "")
     assert " ".join(said.err.split()) == (
         f"Error: --port {port} of 127.0.0.1 cannot be used: Address already in use. "
-        "Give another, or --port 0 for any free one."
+        "Give another port, or --port 0 for any free one."
     )
 
 

@@ -60,8 +60,8 @@ def evil(tmp_path, monkeypatch):
 def test_code_of_a_model_folder_is_refused_whatever_stands_on_stdin(command, headway, evil):
     result = headway(*(word.format(evil) for word in command))
     assert result.code in (1, 2)
-    assert "cannot be opened without running Python code that comes with it" in " ".join(result.err.split())
-    assert "Headway runs none" in " ".join(result.err.split())
+    assert "needs Python code that comes with its files" in " ".join(result.err.split())
+    assert "Headway does not run such code" in " ".join(result.err.split())
     assert "[y/N]" not in result.out + result.err
     assert not (evil / "ran").exists()
 

@@ -77,10 +77,10 @@ ERRORS = [  # a call in Python, a command that meets the same mistake, and how e
     (
         lambda: named_peak("312", "bf16"),
         ["compare", MODEL, "--segments", "64", "--step-time", "1", "--device", "312"],
-        "device='312' is not a known device (`headway devices` lists them), and as a rate 312 FLOP/s is slower than "
-        "any computer. State the rate of one device in FLOP/s, for example device=989.4e12.",
-        "--device 312 is not a known device (`headway devices` lists them), and as a rate 312 FLOP/s is slower than "
-        "any computer. State the rate of one device in FLOP/s, for example --device 989.4e12.",
+        "device='312' is not a known device (`headway devices` lists them). As a rate, 312 FLOP/s would be slower "
+        "than any computer. State the rate of one device in FLOP/s, for example device=989.4e12.",
+        "--device 312 is not a known device (`headway devices` lists them). As a rate, 312 FLOP/s would be slower "
+        "than any computer. State the rate of one device in FLOP/s, for example --device 989.4e12.",
     ),
     (
         lambda: solve({"mfu": 40.0, "num_chips": 8}),
@@ -107,8 +107,8 @@ ERRORS = [  # a call in Python, a command that meets the same mistake, and how e
     (
         lambda: load_config(Path("r.yaml"), ("optim.lr",)),
         ["plan", "r.yaml", "--set", "optim.lr"],
-        "overrides 'optim.lr' is no assignment;",
-        "--set 'optim.lr' is no assignment;",
+        "overrides 'optim.lr' is no assignment.",
+        "--set 'optim.lr' is no assignment.",
     ),
     (
         lambda: read_log(LOG, "a.log", resumed_at=3),
@@ -121,8 +121,8 @@ ERRORS = [  # a call in Python, a command that meets the same mistake, and how e
             Log("MaxText", (), tuple(LogRow(step, step_s=near(8.0, 1e-9)) for step in range(1, 7))), "a.log", step=99
         ),
         ["explain", "a.log", "--step", "99"],
-        "step=99: a.log has no line of it that tells its time; its steps are 1 to 6.",
-        "--step 99: a.log has no line of it that tells its time; its steps are 1 to 6.",
+        "step=99: a.log has no line with the time of this step. Its steps are 1 to 6.",
+        "--step 99: a.log has no line with the time of this step. Its steps are 1 to 6.",
     ),
     (
         lambda: write_new_model(Path("m"), [open_source("a.jsonl")], like="nope", size=10**6, vocab_size=300, seed=0),

@@ -139,12 +139,12 @@ class _Talk:
         try:
             (answer,) = self._generator.answer([chat], self._decoding, streamer=streamer)
         except KeyboardInterrupt:
-            print("\n(stopped; the question is forgotten)", file=sys.stderr)
+            print("\n(stopped, and the question is forgotten)", file=sys.stderr)
             return
         if streamer is None:
             print(answer.text, flush=True)
         if not answer.is_whole:
-            say(f"(cut after {answer.tokens} tokens; --max-new-tokens allows more)", on_stderr=True)
+            say(f"(cut after {answer.tokens} tokens. --max-new-tokens allows more)", on_stderr=True)
         self._messages += [question, Message("assistant", (TextPart(answer.text),))]
 
     def _sample(self, messages: "list[Message]") -> "Prompt":
@@ -157,7 +157,9 @@ class _Talk:
             return Chat((*head, *messages), origin)
         chat: Chat = Chat((messages[-1],), origin)
         if self._system or chat.kinds:
-            raise ConfigError("The model has no chat template, so it only continues text: no media, no system message.")
+            raise ConfigError(
+                "The model has no chat template, so it only continues text, without media and without a system message."
+            )
         return Document(chat.messages[0].text, origin)
 
 
@@ -226,11 +228,14 @@ def generate(
     if prompt is None and source is None and image:
         prompt = ""  # a model of classes was shown pictures and no words
     if (prompt is None) == (source is None):
-        raise UsageError('Give either --prompt TEXT or --input FILE: what the model is asked, such as --prompt "Hi".')
+        raise UsageError(
+            'Give either --prompt TEXT or --input FILE to say what the model is asked, such as --prompt "Hi".'
+        )
     if source is not None and (image or as_json):
         option = "--image" if image else "--json"
         raise UsageError(
-            f"{option} goes with --prompt: rows of --input name their own images, and their answers are JSON lines."
+            f"{option} goes with --prompt, because rows of --input name their own images, and their answers are "
+            "JSON lines."
         )
     with needs_extra("generating"):
         if source is not None and Path(source).suffix != ".txt":
@@ -242,9 +247,11 @@ def generate(
     decoding = Decoding(max_new_tokens, temperature, top_p, top_k, seed)
     prompts = [(_prompt(prompt, image or ()), None)] if prompt is not None else read_prompts(source or "")
     if output is not None and is_taken(output):
-        raise UsageError(f"--output {output} exists already; give another file, or delete it first.")
+        raise UsageError(f"--output {output} exists already. Give another file, or delete this one first.")
     if plain and chat_template is not None:
-        raise UsageError("--chat-template cannot take effect with --plain, which uses none; leave one of them out.")
+        raise UsageError(
+            "--chat-template cannot take effect with --plain, because --plain uses no template. Leave one of them out."
+        )
     generator = opened.open_generator(model, opening, chat_template=chat_template)
     if plain or not generator.has_template:
         prompts = [(_as_document(sample, model), gold) for sample, gold in prompts]
@@ -288,7 +295,7 @@ def read_prompts(source: str) -> "list[Asked]":
             if line.strip()
         ]
         if not prompts:
-            raise DataError(f"{path} holds no prompt; write one on each line.")
+            raise DataError(f"{path} holds no prompt. Write one prompt on each line.")
         return prompts
     samples = read_samples(source)
     if not samples:
@@ -329,8 +336,8 @@ def _as_document(sample: "Prompt", model: str) -> "Prompt":
         return sample
     if len(sample.messages) > 1 or sample.kinds:
         raise ConfigError(
-            f"{sample.where}: a conversation of several turns, or with media, needs a chat template. The tokenizer of "
-            f"{model} has none, or --plain was given; put a chat_template.jinja into the model's folder."
+            f"{sample.where}: a conversation of several turns, or with media, needs a chat template. But the "
+            f"tokenizer of {model} has none, or --plain was given. Put a chat_template.jinja into the model's folder."
         )
     return Document(sample.messages[0].text, sample.origin)
 

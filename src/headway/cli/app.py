@@ -25,8 +25,8 @@ from headway.version import __version__
 
 DEBUG_VARIABLE = "HEADWAY_DEBUG"
 _NO_MEMORY_MESSAGE = (
-    "there was not enough memory. Give a smaller file, model or pack, or a machine with more; a small file may be long "
-    f"once it is unpacked. {DEBUG_VARIABLE}=1 shows where this came up."
+    "there was not enough memory. Give a smaller file, model or pack, or use a machine with more memory. A small "
+    f"compressed file may be large when it is unpacked. {DEBUG_VARIABLE}=1 shows where this came up."
 )
 _WRONG_USE = 2  # exit code
 _ERROR_WIDTH = 120  # width of an error where stderr is no terminal [characters]

@@ -112,7 +112,8 @@ def audit(
     if (work.segments is not None or work.splits is not None) and mean_segment is not None:
         option = "--segments" if work.splits is None else "--splits"
         raise UsageError(
-            f"{option} and --mean-segment contradict each other: both say how long the samples are. Leave one out."
+            f"{option} and --mean-segment contradict each other, because both set the length of the samples. "
+            "Leave one out."
         )
     # A run folder stands for its records.
     path = log / METRICS if log.is_dir() else log
@@ -124,7 +125,9 @@ def audit(
         _refuse(path, {"--model": model, **work.typed(), **others})
         result, name = own(parsed, device=peak, skip=skip), None
     elif model is None:
-        raise UsageError("--model is missing: a log does not say what was trained. Give it as for `headway flops`.")
+        raise UsageError(
+            "--model is missing, and a log does not say what was trained. Give the model as for `headway flops`."
+        )
     else:
         # Other tools' logs say tokens and rates; the model and what a row stands for come from the options.
         cost_model, workload, work = resolve_cost_model(model), None, work.in_patches(model)
@@ -168,8 +171,8 @@ def _says_per_token(log: "Log") -> bool:
 def _refuse(path: Path, described: dict[str, Any]) -> None:
     if options := [option for option, value in described.items() if value]:
         raise UsageError(
-            f"{', '.join(options)} cannot take effect: {path} is of Headway itself, whose records hold the FLOPs of "
-            "each step. Leave it out. What other tools would print for a step is `headway compare MODEL`'s to say."
+            f"{', '.join(options)} cannot take effect, because Headway wrote {path}, and its records hold the FLOPs "
+            "of each step. Leave it out. To see what other tools would print for a step, use `headway compare MODEL`."
         )
 
 
@@ -186,8 +189,8 @@ def _steps(
     longest = mean_segment if workload is None else int(workload.segments.max())
     if seq_len is not None and longest is not None and longest > seq_len:
         raise UsageError(
-            f"--seq-len {seq_len} contradicts samples of {longest} tokens, which do not fit into a row of that length. "
-            f"Give --seq-len {longest} or more, or shorter samples."
+            f"--seq-len {seq_len} contradicts samples of {longest} tokens, because these do not fit into a row. Give "
+            f"--seq-len {longest} or more, or shorter samples."
         )
 
     def step_of(length: int) -> Step:

@@ -60,8 +60,8 @@ def compare(
     """
     if others:
         raise UsageError(
-            f"`headway compare` shows one step of one MODEL as every tool would print it, and got {others[0]} besides. "
-            "Whether two runs trained on the same samples says `headway check RUN OTHER`."
+            f"`headway compare` shows one step of one MODEL as every tool would print it, but got {others[0]} too. "
+            "To check that two runs trained on the same samples, use `headway check RUN OTHER`."
         )
     from headway.audit import compare as compare_step
     from headway.conventions import Step, get_convention
@@ -69,8 +69,8 @@ def compare(
     if device is None or step_time is None:
         missing = "--device" if device is None else "--step-time"
         raise UsageError(
-            f"{missing} is missing: an MFU needs the device and the step's wall time in seconds, for example "
-            "--device H100 --step-time 1.9. FLOPs alone are what `headway flops --convention NAME` counts."
+            f"{missing} is missing, but an MFU needs the device and the step's wall time in seconds, for example "
+            "--device H100 --step-time 1.9. To count FLOPs alone, use `headway flops --convention NAME`."
         )
     chosen = {get_convention(name).name for name in convention or ()}
     # One step as tools see it: its workload, and the row length that those without segments bill.
@@ -98,9 +98,9 @@ def compare(
     impossible = [row.convention.name for row in rows if row.mfu is not None and row.mfu > 1]
     if "useful" in impossible:
         warn(
-            f"a useful MFU above 100 % cannot be. Likely causes: the step time is not that of this workload "
-            f"({format_duration(step_time)} for {describe_workload(workload)}), --ranks {ranks} is too low for it, or "
-            f"--device {device} is not the device."
+            "a useful MFU above 100 % is impossible. Likely causes: the step time is not that of this workload "
+            f"({format_duration(step_time)} for {describe_workload(workload)}), --ranks {ranks} is too low for it, "
+            f"or --device {device} is not the device."
         )
         raise typer.Exit(1)
 

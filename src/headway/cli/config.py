@@ -59,7 +59,7 @@ def config(
     Example: headway config optim
     """
     if markdown and (as_json or setting is not None):
-        raise UsageError("--markdown prints the whole page; leave out --json and SETTING.")
+        raise UsageError("--markdown prints the whole page. Leave out --json and SETTING.")
     if as_json:
         print(json.dumps(_schema(setting), indent=2))
     elif markdown:

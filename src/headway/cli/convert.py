@@ -90,7 +90,7 @@ def export(
     """
     if push_to_hub is None and (private or update):
         option = "--private" if private else "--update"
-        raise UsageError(f"{option} is for --push-to-hub OWNER/NAME; give that too, or leave it out.")
+        raise UsageError(f"{option} needs --push-to-hub OWNER/NAME. Give that option too, or leave this one out.")
     if folder is None:
         options = {"--dtype": dtype is not None, "--ema": ema is not None, "--merge-lora": merge_lora, "--best": best}
         _push_alone(source, push_to_hub, [name for name, is_set in options.items() if is_set], private, update, as_json)
@@ -146,14 +146,16 @@ def _push_alone(source: Path, name: str | None, options: list[str], private: boo
         UsageError: there is nowhere to send it, the source is none, or options that change an export are given.
     """
     if name is None:
-        raise UsageError("FOLDER is missing: where the model goes, such as headway export runs/mine model/.")
+        raise UsageError("FOLDER is missing. Say where the model goes, such as headway export runs/mine model/.")
     if not any((source / file).is_file() for file in ("config.json", "adapter_config.json")):
         raise UsageError(
-            f"{source} is no model folder, so FOLDER is missing: where its model goes before it is sent, such as "
-            f"headway export {source} model/ --push-to-hub {name}."
+            f"{source} is no model folder, so FOLDER is missing. Say where its model goes before Headway sends it, "
+            f"such as headway export {source} model/ --push-to-hub {name}."
         )
     if options:
-        raise UsageError(f"{options[0]} cannot take effect: {source} is exported already, and is sent as it is.")
+        raise UsageError(
+            f"{options[0]} cannot take effect, because {source} is exported already and is sent unchanged."
+        )
     with needs_extra("sending to the Hub"):
         from headway.checkpoint.push import files_to_send, refuse_local_base
 

@@ -86,7 +86,7 @@ def demo(
     if what == _DATA:
         if steps is not None or settings or resume:
             raise UsageError(
-                "demo data trains nothing, so --steps, --set and --resume cannot take effect: leave them out."
+                "demo data trains nothing, so --steps, --set and --resume cannot take effect. Leave them out."
             )
         refuse(folder or Path(), "--folder")
         _print_data(folder or Path("digits"), as_json=as_json)

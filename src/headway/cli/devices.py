@@ -92,7 +92,7 @@ def _show(name: str, dtype: str | None, as_json: bool) -> None:
         raise UsageError(f"No source has a peak of {name} in {dtype}. Those with a source are {dtypes}.")
     if len(matches) > 1:
         keys = " and ".join(f"{device.key} ({properties(device)})" for device in matches)
-        warn(f"{name} is the name of {keys}; only these properties tell them apart.")
+        warn(f"{name} is the name of {keys}, which differ only in these properties.")
     variants = {"variants": [_record(device) for device in matches]} if len(matches) > 1 else {}
     print_result(lambda: {**_record(matches[0]), **variants}, lambda: "\n\n".join(map(_text, matches)), as_json=as_json)
 
@@ -186,7 +186,7 @@ def _text(device: "Device") -> str:
     if device.link_source is not None:
         pairs += _wrapped("links from", device.link_source)
     if device.assumed_links is not None:
-        pairs += _wrapped("links taken", f"{device.assumed_links}, for no source has them")
+        pairs += _wrapped("links taken", f"{device.assumed_links}, because no source has these numbers")
     # Sources of the figures, and sources that disagree.
     pairs += _wrapped("source", device.source)
     pairs.append(("read on", device.read_on.isoformat()))
@@ -345,7 +345,9 @@ def local_device(name: str | None) -> "torch.device":
         return torch.device(here[-1])
     kind, _, index = name.partition(":")
     if kind not in _KINDS or (index and not (index.isdecimal() and len(index) < 5)):
-        raise UsageError(f"--device {name!r} is none of {', '.join(_KINDS)}. Leave it out to measure the accelerator.")
+        raise UsageError(
+            f"--device {name!r} is none of {', '.join(_KINDS)}. Leave the option out to measure the accelerator."
+        )
     if kind not in here or (kind == "cuda" and index and int(index) >= torch.cuda.device_count()):
         raise UsageError(f"--device {name}: PyTorch sees no such device here, only {', '.join(here)}.")
     return torch.device(name)
@@ -415,7 +417,11 @@ def _text_of_ceilings(
         pairs.append(("driver", around["driver"]))
     for ceiling in (*products, copy):
         state = "from the cache; --refresh measures again" if ceiling.is_cached else "just now"
-        state = state if ceiling.is_settled else "unsure: other work kept the device busy; measure when it does not"
+        state = (
+            state
+            if ceiling.is_settled
+            else "uncertain, because other work kept the device busy; measure again on an idle device"
+        )
         pairs.append((f"{ceiling.what} measured", f"{ceiling.measured_at:%Y-%m-%d %H:%M} UTC, {state}"))
     return f"{render_table(columns, rows)}\n\n{render_pairs(pairs)}"
 

@@ -140,7 +140,9 @@ def _samples(data: "Sequence[str] | None", config: "TrainConfig | None", most: i
     if config is not None and config.data.eval is not None:
         held_out = config.data.eval
         return {str(held_out.path): list(samples_of(open_dataset(held_out)))[:most]}
-    raise UsageError("There is nothing to evaluate on. Give DATA, such as held_out.jsonl; this model has no data.eval.")
+    raise UsageError(
+        "There is nothing to evaluate on, because this model has no data.eval. Give DATA, such as held_out.jsonl."
+    )
 
 
 def _budget(

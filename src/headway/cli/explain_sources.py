@@ -80,7 +80,7 @@ def source_of(path: Path) -> ExplainSource:
 
 def _empty_folder(path: Path) -> ConfigError:
     runs = sorted(file.parent.name for file in path.glob(f"*/{METRICS}"))
-    within = f" Runs within it: {', '.join(runs[:5])}; name one of them." if runs else ""
+    within = f" Runs within it: {', '.join(runs[:5])}. Name one of them." if runs else ""
     return ConfigError(
         f"{path} holds neither records ({METRICS}) nor a profile (profile/{TRACES}).{within} A run folder of "
         "`headway train` has records once it has taken a step; `Meter(log_to=[...])` writes them in any loop."
@@ -142,14 +142,14 @@ def explained(paths: Sequence[Path], chosen: SourceOptions, *, compares: bool) -
         return _of_traces([trace for source in sources for trace in read_traces(source.path)], chosen)
     if len(sources) != 2:
         raise UsageError(
-            f"two things can be compared, not {len(sources)}. Compare run folders or single traces; several ranks of a "
-            "job stand in one folder each, as `headway.profile` writes them. Traces of the ranks of one job are "
-            "explained together, without --compare."
+            f"--compare takes two sources, not {len(sources)}. Give run folders or single traces. Put the traces of "
+            "a job's ranks into one folder for each job, as `headway.profile` does. To explain the ranks of one job "
+            "together, leave --compare out."
         )
     a, b = sources
     if a.files[0].resolve() == b.files[0].resolve():
         raise UsageError(
-            f"{a.path} and {b.path} are the same: there is nothing to compare. Give another run or trace as B."
+            f"{a.path} and {b.path} are the same, so there is nothing to compare. Give another run or trace as B."
         )
     if not are_traces:
         return (str(a.path), _explained(a, chosen)), (str(b.path), _explained(b, chosen))
@@ -166,7 +166,9 @@ def _explained(source: ExplainSource, chosen: SourceOptions) -> JobExplanation:
         return replace(explanation, notes=(*notes, *explanation.notes))
     unused = {"--whole": chosen.as_one_step, "--model": chosen.work, "--device": chosen.device}
     for option in (option for option, value in unused.items() if value):
-        raise UsageError(f"{option} is about a trace, and {source.path} has none. Leave it out, or profile some steps.")
+        raise UsageError(
+            f"{option} needs a trace, but {source.path} has none. Leave the option out, or profile some steps."
+        )
     (file,) = source.files
     if source.kind is SourceKind.FOREIGN:
         raise ConfigError(f"{file} is {source.about}.")
@@ -212,5 +214,6 @@ def _log_in(path: Path) -> "Log":
         return read_log(read_text(path, errors="replace"), str(path), needs_rate=False)
     except LogError as error:
         raise ConfigError(
-            f"{path} is neither a trace of torch.profiler nor the records of a run, and it was read as a log. {error}"
+            f"{path} is neither a trace of torch.profiler nor the records of a run, so Headway read it as a log. "
+            f"{error}"
         ) from error

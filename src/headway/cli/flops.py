@@ -81,8 +81,8 @@ def flops(
         )
     if work.past is not None and not forward_only:
         raise UsageError(
-            f"--past {work.past[:80]} names tokens whose keys and values are cached, which no gradient reaches: it "
-            "needs --forward-only. Leave it out to count a training step."
+            f"--past {work.past[:80]} names tokens with cached keys and values, which no gradient reaches, so it "
+            "needs --forward-only. To count a training step, leave --past out."
         )
     # The trained model, and a frozen second one, which runs forward alone.
     workload = work.in_patches(model).build()
@@ -115,24 +115,24 @@ def _of_reference(count: "FlopCount") -> "FlopCount":
 def _check_options(convention: "Convention", recompute: str, forward_only: bool, by: By, seq_len: int | None) -> None:
     if forward_only and recompute != "none":
         raise UsageError(
-            f"--forward-only and --recompute {recompute} contradict each other: recomputation happens in the backward "
-            "pass. Leave one of them out."
+            f"--forward-only and --recompute {recompute} contradict each other, because recomputation happens in the "
+            "backward pass. Leave one of them out."
         )
     if convention.name != "useful" and (forward_only or by is By.module):
         option = "--forward-only" if forward_only else "--by module"
         raise UsageError(
-            f"{option} cannot take effect with --convention {convention.name}, which has one total per part of the "
-            "model and no phases or modules. Leave one of them out."
+            f"{option} cannot take effect with --convention {convention.name}, which has totals for parts of the "
+            "model but no phases or modules. Leave one of them out."
         )
     if recompute != "none" and convention.name not in {"useful", "hardware"}:
         raise UsageError(
             f"--recompute {recompute} cannot take effect with --convention {convention.name}, which does not count "
-            "recomputation. `hardware` does."
+            "recomputation. Use `hardware`, which does."
         )
     if seq_len is not None and not convention.uses_seq_len:
         raise UsageError(
-            f"--seq-len {seq_len} cannot take effect with --convention {convention.name}, which counts what the "
-            "segments and slots say, whatever row length is configured. Leave it out."
+            f"--seq-len {seq_len} cannot take effect with --convention {convention.name}, which counts segments and "
+            "slots and ignores the row length. Leave it out."
         )
 
 
@@ -222,8 +222,8 @@ def note_row_length(workload: "Workload", seq_len: int) -> None:
     if len(lengths) == 1 and max(lengths) < seq_len:
         length = lengths.pop()
         say(
-            f"Note: no --seq-len is given, so rows of {format_count(seq_len)} tokens are taken where the configured "
-            f"length is billed, with several segments in each. If each is a row of its own, give --seq-len {length}.",
+            f"Note: no --seq-len is given, so each row is taken to have {format_count(seq_len)} tokens, with several "
+            f"segments. If each segment is a row, give --seq-len {length}.",
             on_stderr=True,
         )
 

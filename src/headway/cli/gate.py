@@ -59,8 +59,8 @@ def parse_condition(text: str) -> Condition:
     bound = float(match[3]) / 100
     if (bound < 0) != (match[2] == "<") or bound == 0:
         raise UsageError(
-            f"--fail-if {text[:80]!r} would hold of runs that are alike: a fall is written with < and a number below "
-            f"0, a rise with > and a number above 0, such as {_EXAMPLES}."
+            f"--fail-if {text[:80]!r} would hold for two equal runs. Write a fall with < and a number below 0, and a "
+            f"rise with > and a number above 0, such as {_EXAMPLES}."
         )
     return Condition(text.strip(), match[1], bound)
 
@@ -81,7 +81,7 @@ def check(conditions: Sequence[Condition], stored: "ReportedRun", new: "Reported
 
     interval = step_interval(stored, new)
     if interval is None:
-        warn("there are too few steps to tell how they vary, so --fail-if goes by the mean step alone.")
+        warn("there are too few steps to tell how they vary, so --fail-if uses only the mean step.")
     broken = []
     for condition in conditions:
         before, after = (_value(condition, run) for run in (stored, new))

@@ -37,7 +37,7 @@ class LinkOptions:
         if device is None:
             if self._are_given:
                 raise UsageError(
-                    "--link, --network and --per-node join devices of a kind, and cannot take effect without --device."
+                    "--link, --network and --per-node describe links between devices, so they need --device."
                 )
             return None
         link, network = (None if rate is None else rate * 1e9 for rate in (self.link, self.network))
@@ -51,7 +51,7 @@ class LinkOptions:
         """
         links = self.of(device)
         if count == 1 and self._are_given:
-            raise UsageError("--link, --network and --per-node cannot take effect on one device; give --devices.")
+            raise UsageError("--link, --network and --per-node cannot take effect on one device. Give --devices.")
         return links if count > 1 else None
 
     @property
@@ -69,5 +69,5 @@ def note_on_links(links: "Links | None", devices: int) -> str:
     if devices == 1:
         return ""
     if links is None:
-        return "Exchanges between processes of this machine are not in the step: it will take longer."
+        return "The step does not contain exchanges between processes of this machine, so it will take longer."
     return f"Links: {links.source}."

@@ -106,18 +106,22 @@ def look(
         stated = {"--model": model, "--packing-length": packing_length, "--max-characters": max_characters}
         own = {**stated, "--overlong": overlong, "--seed": seed, "--chat-template": chat_template, "--media": media}
         own["--column"] = column
-        _refuse(own, f"{data[0]} says it. Leave it out, or give the datasets themselves")
+        _refuse(own, f"{data[0]} sets it already. Leave the option out, or give the datasets themselves")
         config = load_config(Path(data[0]))
     elif model is None:
-        raise UsageError("DATA needs --model, whose tokenizer and processor encode its samples: a folder or a Hub id.")
+        raise UsageError(
+            "DATA needs --model, a folder or a Hub id, because the model's tokenizer and processor encode the samples."
+        )
     elif packing_length is None:
-        _refuse(planned, "there are no packs without --packing-length. Give that too, or leave it out")
+        _refuse(
+            planned, "there are no packs without --packing-length. Give --packing-length too, or leave this option out"
+        )
     if html is not None or as_json:
-        _refuse({"--tokens": tokens}, "a page and JSON have all tokens. Leave it out")
+        _refuse({"--tokens": tokens}, "a page and JSON show all tokens. Leave the option out")
     if html is not None:
-        _refuse({"--json": as_json or None}, "--html writes a page. Give one of the two")
+        _refuse({"--json": as_json or None}, "--html writes a page instead. Give one of the two")
         if is_taken(html):
-            raise UsageError(f"--html {html} exists already; give another file, or delete it first.")
+            raise UsageError(f"--html {html} exists already. Give another file, or delete this one first.")
     # Samples count from 1 on the command line.
     rows = range(start - 1, start - 1 + number)
     num_packs = 4 if packs is None else packs
@@ -153,7 +157,7 @@ def _require(rows: range, sources: "Sequence[Source]") -> None:
     """Refuse to show samples behind the last one."""
     most = max(len(source) for source in sources)
     if rows and rows.start >= most:
-        raise UsageError(f"There is no sample {rows.start + 1:,} to begin with: the data hold {most:,}.")
+        raise UsageError(f"There is no sample {rows.start + 1:,} to begin with, because the data hold {most:,}.")
 
 
 def _of_data(

@@ -99,7 +99,7 @@ def _work(
     """Count FLOPs per token of a model on samples, and tokens per step where the segments are the step."""
     lengths = next((option for option in ("--segments", "--splits") if option in work.typed()), None)
     if lengths is not None and seq_len is not None:
-        raise UsageError(f"{lengths} and --seq-len contradict each other: both say how long the samples are.")
+        raise UsageError(f"{lengths} and --seq-len contradict each other, because both set the length of the samples.")
     if model is None:
         others = {"--seq-len": seq_len, "--freeze": freeze}
         unused = [*work.typed(), *(option for option, value in others.items() if value)]
@@ -107,11 +107,11 @@ def _work(
             raise UsageError(f"{unused[0]} cannot take effect without MODEL. Name the model, or leave it out.")
         return {}
     if flops_per_token is not None:
-        raise UsageError("--flops-per-token and MODEL contradict each other: both say what a token costs.")
+        raise UsageError("--flops-per-token and MODEL contradict each other, because both set the cost of a token.")
     if lengths is None and seq_len is None:
         raise UsageError(
-            f"{model} alone does not say what a token costs: attention depends on the samples' lengths. Give "
-            "--seq-len, the length of a sample in tokens, or --segments."
+            f"{model} alone does not determine the cost of a token, because attention depends on the samples' "
+            "lengths. Give --seq-len, the length of a sample in tokens, or --segments."
         )
     workload = work.in_patches(model).build(None if seq_len is None else [seq_len])
     cost_model = resolve_for(model, workload, work.supervised, freeze)

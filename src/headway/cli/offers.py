@@ -47,11 +47,13 @@ def chosen_offers(
         if value:
             name, text = f"--{key}".replace("_", "-"), value[0] if isinstance(value, list) else value
             raise UsageError(
-                f"{name} {text} cannot take effect beside --price-list or --within, which plan devices of several "
-                "kinds and numbers from the table alone. Leave it out."
+                f"{name} {text} cannot take effect beside --price-list or --within, because these plan many devices "
+                "from the table alone. Leave it out."
             )
     if price_list is not None and price is not None:
-        raise UsageError(f"--price {price:g} and --price-list {price_list} both say what devices cost; give one.")
+        raise UsageError(
+            f"--price {price:g} and --price-list {price_list} both set the price of devices. Give one of them."
+        )
     if price_list is not None:
         offers = read_offers(price_list)
         return offers if device is None else of_device(offers, device)
@@ -151,10 +153,10 @@ def _table(search: "OfferSearch", results: "Sequence[OfferResult]", runs: "Seque
     parts.append(
         render_lines(
             [
-                "Cost and time are expected ones; --json has the best and the worst case too. A step's tokens grow "
-                "with the devices; learning rate and batch are yours to judge.",
-                "Of each offer: the fewest devices of 1, 2, 4, ... that are in time, and the next more. Failures, "
-                "evaluations, checkpoints and loading data take time besides.",
+                "Cost and time are expected values. --json has the best and the worst case too. A step's tokens grow "
+                "with the devices, so check the learning rate and the batch size.",
+                "Each offer shows the smallest number of devices (1, 2, 4, ...) that is in time, and the next larger "
+                "number. Failures, evaluations, checkpoints and loading data take extra time.",
             ]
         )
     )

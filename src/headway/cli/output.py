@@ -41,7 +41,7 @@ def warn(text: str) -> None:
 def warn_of_unknown(names: Iterable[str]) -> None:
     """Warn of each module that the cost model does not count."""
     for name in names:
-        warn(f"{name} is not counted: its FLOPs are missing from every number.")
+        warn(f"{name} is not counted, so its FLOPs are missing from every number.")
 
 
 @contextmanager

@@ -124,7 +124,7 @@ def pack(
     planned, counts = Items.build(sources, budget, policy, resolve_cost_model(name))
     if not len(planned):
         num_read = sum(count.read for count in counts.values())
-        raise DataError(f"Of {num_read} samples none fits a pack of {packing_length} tokens. Raise it.")
+        raise DataError(f"None of {num_read} samples fits a pack of {packing_length} tokens. Raise --packing-length.")
     # Every strategy packs one epoch in the same order.
     order = Order.epochs(planned.sizes, 1, seed=seed)
     chosen: dict[str, Any] = {"seed": seed, "window": window, "accumulation": accumulation}
@@ -174,17 +174,18 @@ def _lengths(
     if lengths is not None:
         if max_characters is not None:
             raise UsageError(
-                f"--max-characters {max_characters} bounds the texts of DATA, and cannot take effect with --lengths, "
-                "which has no texts. Leave it out."
+                f"--max-characters {max_characters} limits the texts of DATA, so it cannot take effect with "
+                "--lengths. Leave it out."
             )
         if columns:
             raise UsageError(
-                f"--column {next(iter(columns))} names a column of DATA, and cannot take effect with --lengths. Leave "
-                "it out."
+                f"--column {next(iter(columns))} names a column of DATA, so it cannot take effect with --lengths. "
+                "Leave it out."
             )
         if media:
             raise UsageError(
-                f"--media {media[0]} bounds what is read of DATA, and cannot take effect with --lengths. Leave it out."
+                f"--media {media[0]} limits the images and videos of DATA, so it cannot take effect with "
+                "--lengths. Leave it out."
             )
         return {lengths.stem: read_lengths(lengths)}
     return _measured(data or [], model, max_characters, columns, media)
@@ -198,7 +199,9 @@ def _measured(
     media: list[str] | None = None,
 ) -> "Mapping[str, LengthIndex]":
     if model is None:
-        raise UsageError("DATA needs --model, whose tokenizer and processor measure its samples: a folder or a Hub id.")
+        raise UsageError(
+            "DATA needs --model, a folder or a Hub id, because the model's tokenizer and processor measure the samples."
+        )
     with needs_extra("indexing"):
         from headway.data.processor_settings import ProcessorSettings
         from headway.data.sources import open_source
@@ -276,11 +279,11 @@ def _text(settings: dict[str, Any], counts: "Mapping[str, OverlongCounts]", repo
 def _check_plot_path(path: Path) -> None:
     if path.suffix.lower() != ".svg":
         raise UsageError(
-            f"--plot {path}: a plot is an .svg file, got {path.suffix or 'no ending'}. Name "
-            f"{path.with_suffix('.svg')}; browsers show it, and print it as PDF."
+            f"--plot {path}: a plot is an .svg file, but this name has {path.suffix or 'no ending'}. Name "
+            f"{path.with_suffix('.svg')}. Browsers show it, and print it as PDF."
         )
     if not path.parent.is_dir():
-        raise UsageError(f"--plot {path}: the folder {path.parent} does not exist. Make it, or name another.")
+        raise UsageError(f"--plot {path}: the folder {path.parent} does not exist. Make the folder, or name another.")
 
 
 def _draw(path: Path, tokens: Any, fills: "Mapping[str, Any]", budget: "Budget") -> None:

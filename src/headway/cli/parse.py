@@ -68,12 +68,12 @@ def parse_segments(text: str, option: str = "--segments") -> list[int]:
         repeat = _whole(option, match[2] or "1")
         if length >= 10**_MAX_DIGITS:
             raise WorkloadError(
-                f"{option} holds a length of more than {_MAX_DIGITS} digits; write, for example, {_EXAMPLES[option]}."
+                f"{option} holds a length of more than {_MAX_DIGITS} digits. Write, for example, {_EXAMPLES[option]}."
             )
         if length < 1 and option != "--past":
             raise WorkloadError(
-                f"{option} {text!r}: a length of {length} {unit} computes nothing; lengths are 1 or more, for example "
-                f"{_EXAMPLES[option]}."
+                f"{option} {text!r}: a length of {length} {unit} computes nothing. Lengths are 1 or more, for "
+                f"example {_EXAMPLES[option]}."
             )
         lengths += [length] * _repeats(option, text, item, repeat, len(lengths))
     return lengths
@@ -105,7 +105,7 @@ def parse_grids(text: str, option: str) -> list[tuple[int, int, int]]:
         grid = (sides[0], sides[1], sides[2])
         if min(grid) < 1:
             raise WorkloadError(
-                f"{option} {text!r}: the grid {item!r} holds no patch; T, H and W are 1 or more, for example "
+                f"{option} {text!r}: the grid {item!r} holds no patch. T, H and W are 1 or more, for example "
                 f"{_EXAMPLES[option]}."
             )
         grids += [grid] * _repeats(option, text, item, repeat, len(grids))
@@ -212,12 +212,12 @@ def parse_lora(text: str) -> Lora:
 def _whole(option: str, text: str) -> int:
     if len(text.lstrip("0")) > _MAX_DIGITS:
         raise WorkloadError(
-            f"{option} holds a number of {len(text)} digits; at most {_MAX_DIGITS} are read, for example "
+            f"{option} holds a number of {len(text)} digits, but Headway reads at most {_MAX_DIGITS}, for example "
             f"{_EXAMPLES[option]}."
         )
     number = parse_number(text, whole=True)
     if not isinstance(number, int):
-        raise WorkloadError(f"{option}: {text!r} is not a whole number; write, for example, {_EXAMPLES[option]}.")
+        raise WorkloadError(f"{option}: {text!r} is not a whole number. Write, for example, {_EXAMPLES[option]}.")
     return number
 
 
@@ -232,12 +232,12 @@ def _items(option: str, text: str) -> list[str]:
 def _repeats(option: str, text: str, item: str, repeat: int, so_far: int) -> int:
     if repeat < 1:
         raise WorkloadError(
-            f"{option} {text!r}: {item!r} repeats 0 times; leave it out or repeat it, as in {_EXAMPLES[option]}."
+            f"{option} {text!r}: {item!r} repeats 0 times. Leave this item out or repeat it, as in {_EXAMPLES[option]}."
         )
     if so_far + repeat > _MAX_ITEMS:
         raise WorkloadError(
-            f"{option} {text!r} describes more than {_MAX_ITEMS:,} items in one step. Costs add up, so count a smaller "
-            "step and multiply."
+            f"{option} {text!r} describes more than {_MAX_ITEMS:,} items in one step. Costs add up, so count a "
+            "smaller step and multiply."
         )
     return repeat
 
@@ -314,7 +314,7 @@ class HeadwayCommand(TyperCommand):
             if answer is None:
                 raise
             raise UsageError(
-                f"There is no option --{option}; {answer}. Settings of a run are changed by --set, such as --set "
+                f"There is no option --{option}; {answer}. To change settings of a run, use --set, such as --set "
                 "optim.lr=1e-3."
             ) from error
 
@@ -338,7 +338,9 @@ def _warn_of_repeats(arguments: list[str], params: list[Any]) -> None:
             values.setdefault(max(param.opts, key=len), []).append(value if equals else next(iterator, ""))
     for name, stated in values.items():
         if len({*stated}) > 1 and not takes_value[name].multiple:
-            warn(f"{name} {' and '.join(dict.fromkeys(stated[:-1]))} has no effect, as {name} {stated[-1]} follows.")
+            warn(
+                f"{name} {' and '.join(dict.fromkeys(stated[:-1]))} has no effect, because {name} {stated[-1]} follows."
+            )
 
 
 def _words_of(command: TyperCommand) -> tuple[Words, ...]:

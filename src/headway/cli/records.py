@@ -38,8 +38,9 @@ def check(run: CheckedRunArgument, other: OtherArgument = None, as_json: JsonOpt
         raise LogError(f"{run} lost or repeated samples, or its records were changed: {'; '.join(checked.faults)}.")
     if not checked.proved:
         raise LogError(
-            f"nothing is proved of {run}: there is no checkpoint to compare its {checked.steps} steps with, and none "
-            "was taken again. Check it while there is one, or give the folder of another run with the same data."
+            f"nothing is proved of {run}, because there is no checkpoint to compare its {checked.steps} steps with, "
+            "and no step was repeated. Check the run while it has a checkpoint, or give the folder of another run "
+            "with the same data."
         )
 
 

@@ -66,18 +66,18 @@ def report(
 
     conditions = [parse_condition(text) for text in fail_if or ()]
     if conditions and (live or len(runs) != MOST):
-        raise UsageError("--fail-if holds a second run against a first one. Give two runs, and leave out --serve.")
+        raise UsageError("--fail-if compares a second run with a first one. Give two runs, and leave out --serve.")
     if live:
         serve(runs, port, output=output, markdown=markdown, open_it=open_it)
         return
     if port is not None:
-        raise UsageError(f"--port {port} is given without --serve, which alone uses it. Add --serve, or leave it out.")
+        raise UsageError(f"--port {port} takes effect only with --serve. Add --serve, or leave --port out.")
 
     if markdown and (output is not None or open_it):
-        raise UsageError("--md prints; -o and --open are for the HTML page. Give one of them.")
+        raise UsageError("--md prints Markdown, but -o and --open are for the HTML page. Give one of them.")
     runs = [run_copy(run) for run in runs]
     if len(runs) > MOST:
-        raise UsageError(f"{len(runs)} runs are given; a page is of one run or of two.")
+        raise UsageError(f"{len(runs)} runs are given, but a page shows one run or two.")
     # One run is reported, two are compared.
     try:
         with working("reading records"):

@@ -73,7 +73,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Send the page."""
         hosts = self.headers.get_all("Host", [])
         if len(hosts) != 1 or not _OWN_NAMES.fullmatch(hosts[0].strip()):
-            self.send_error(403, explain="Ask for localhost or 127.0.0.1; this server has no other name.")
+            self.send_error(403, explain="Ask for localhost or 127.0.0.1. This server has no other name.")
         elif self.path != "/":
             self.send_error(404, explain="There is one page, at /.")
         else:
@@ -87,7 +87,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self.wfile.write(page)
 
     def _refuse_method(self) -> None:
-        self.send_error(405, explain="This server only shows: GET and HEAD.")
+        self.send_error(405, explain="This server only shows pages. Use GET or HEAD.")
 
     do_HEAD = do_GET
     do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = _refuse_method
@@ -135,8 +135,8 @@ def serve(runs: list[Path], port: int | None, *, output: Path | None, markdown: 
     refused = {"-o": output is not None, "--md": markdown, f"{len(runs)} runs": len(runs) != 1}
     if options := [name for name, is_given in refused.items() if is_given]:
         raise ConfigError(
-            f"--serve and {options[0]} are given: --serve shows the HTML page of one run, and writes none. Leave one "
-            "of them out."
+            f"--serve and {options[0]} are given, but --serve shows the HTML page of one run and writes no file. "
+            "Leave one of them out."
         )
     (path,) = runs
     if not path.exists():
@@ -146,8 +146,8 @@ def serve(runs: list[Path], port: int | None, *, output: Path | None, markdown: 
         server = _Server((_HOST, wanted), partial(_Handler, LivePage(path)))
     except OSError as error:
         raise ConfigError(
-            f"--port {wanted} of {_HOST} cannot be used: {error.strerror or error}. Give another, or --port 0 for any "
-            "free one."
+            f"--port {wanted} of {_HOST} cannot be used: {error.strerror or error}. Give another port, or --port 0 "
+            "for any free one."
         ) from error
     with server:
         address = f"http://{_HOST}:{server.server_port}/"

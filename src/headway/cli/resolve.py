@@ -140,7 +140,7 @@ def in_patches(model: str | None, images: str | None) -> str | None:
     patch, merge = vision.get("patch_size"), vision.get("spatial_merge_size")
     if not isinstance(patch, int) or not isinstance(merge, int):
         raise WorkloadError(
-            f"--images {images[:80]!r} is in pixels, and the configuration of {model} does not say how many make a "
+            f"--images {images[:80]!r} is in pixels, but the configuration of {model} does not give the size of a "
             "patch (vision_config: patch_size and spatial_merge_size). Give grids in patches, TxHxW, such as 1x32x48."
         )
 
@@ -248,7 +248,9 @@ def stated_peak(device: str | None, dtype: str | None) -> "Peak | None":
 
     if device is None:
         if dtype is not None:
-            raise UsageError(f"--dtype {dtype} cannot take effect without --device, whose peak it chooses.")
+            raise UsageError(
+                f"--dtype {dtype} cannot take effect without --device, because it chooses the peak of the device."
+            )
         return None
     if dtype is None:
         return named_peak(device)
@@ -256,7 +258,8 @@ def stated_peak(device: str | None, dtype: str | None) -> "Peak | None":
     peak = named_peak(device, next(iter(shares)))
     if peak.source == f"--device {device}":  # a number
         raise UsageError(
-            f"--dtype {dtype} cannot take effect: --device {device} states the rate itself. Leave one of them out."
+            f"--dtype {dtype} cannot take effect, because --device {device} states the rate itself. Leave one of "
+            "them out."
         )
     return peak if len(shares) == 1 else weighted_peak(shares, device)
 

@@ -168,18 +168,18 @@ def _assumptions(sizes: "Sequence[Prediction]", reliability: "Reliability | None
     shards = "over all devices" if first.config.parallel.shard == "auto" else "as set, and copies of them take the rest"
     # Assumptions of every size.
     sentences = [
-        "Expected values; --json has the best and the worst case too.",
+        "These are expected values. --json has the best and the worst case too.",
         "mesh: copies x shards. tokens: of a step of all devices. exposed, waiting: shares of the step that exchanges "
         "take and computing does not hide, and that a mean rank waits for the heaviest.",
-        "Each rank keeps its packs, so a step's tokens grow with the devices; learning rate and batch are yours to "
-        "judge.",
+        "Each rank keeps its packs, so a step's tokens grow with the devices. Check the learning rate and the batch "
+        "size.",
         f"Packs: the planner of training, over {steps:,} steps of all ranks at each size.",
         f"Shards: {shards}.",
         f"Rates: {speeds.source}.",
         f"Links: {links.source}, of which collectives reach 80 %; rings as in NCCL, trees for all-reduce where "
         "they take less; nobody else on the network.",
         "Gathers and sums hide behind the computing of the block beside them, and slow it down by nothing.",
-        "Not in a step: loading data, stragglers among equal devices, messages between hosts, evaluations.",
+        "A step does not contain loading data, stragglers among equal devices, messages between hosts, or evaluations.",
     ]
     # Sentences on slices that are filled up and on failures, which only some inputs bring.
     uneven = [size for size in sizes if size.padding > _MUCH_PADDING]

@@ -103,10 +103,10 @@ def train(
     Example: headway train train.yaml --set optim.lr=1e-4
     """
     if resume and resume_if_any:
-        raise UsageError("--resume and --resume-if-any contradict each other where there is no run; give one of them.")
+        raise UsageError("--resume and --resume-if-any contradict each other if there is no run. Give one of them.")
     if smoke is not None and (resume or resume_if_any or dry_run or scale_down):
         raise UsageError(
-            "--smoke takes the first steps of a new run; leave out --resume, --resume-if-any, --dry-run, --scale-down."
+            "--smoke takes the first steps of a new run. Leave out --resume, --resume-if-any, --dry-run, --scale-down."
         )
     from headway.config import load_config
     from headway.config.smoke import smoke_of
@@ -121,13 +121,13 @@ def train(
 
     if dry_run:
         if scale_down or resume or resume_if_any:
-            raise UsageError("--dry-run trains nothing; leave out --scale-down, --resume and --resume-if-any.")
+            raise UsageError("--dry-run trains nothing. Leave out --scale-down, --resume and --resume-if-any.")
         _print_dry_run(resolved, devices=devices, device=device, as_json=as_json)
         return
     if devices is not None or device is not None:
         raise UsageError(
-            "--devices and --device plan a run and go with --dry-run; training takes the processes that torchrun "
-            "starts, and run.device."
+            "--devices and --device need --dry-run, because they plan a run. Training uses the processes that "
+            "torchrun starts, and run.device."
         )
     with needs_extra("training"):
         if not scale_down and find_spec("torch") is not None:
@@ -144,7 +144,9 @@ def train(
     except RunCompleteError as error:
         if not resume_if_any and error.model is None:
             raise
-        note = "" if error.model is None else f" Its export was missing, and is made now: {shown(error.model)}."
+        note = (
+            "" if error.model is None else f" Its export was missing, so Headway writes it now: {shown(error.model)}."
+        )
         say(f"{error}{note}", on_stderr=True)  # a job that restarts by itself has what it came for
         return
     print_summary(summary, as_json=as_json)

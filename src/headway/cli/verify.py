@@ -39,8 +39,9 @@ def verify(
     print_result(lambda: record, lambda: _text(folded, unseen, name, layers), as_json=as_json)
     if differences:
         raise HeadwayError(
-            f"{len(differences)} of {len(folded)} modules differ from PyTorch's counter and nothing explains it: "
-            f"{', '.join(line['module'] for line in differences[:5])}. Please report this with the model's config.json."
+            f"{len(differences)} of {len(folded)} modules differ from PyTorch's counter, and nothing explains the "
+            f"difference: {', '.join(line['module'] for line in differences[:5])}. Please report this with the "
+            "model's config.json."
         )
 
 

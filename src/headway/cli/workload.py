@@ -123,8 +123,8 @@ class WorkloadOptions:
         kind, patches = sizes_of_latents(path)
         if self.segments is not None or self.splits is not None:
             raise WorkloadError(
-                f"A sample of {kind} is its latents: leave --segments and --splits out, and give --images 1x64x64*4 "
-                "[patches of the latents] and, where it reads a text, --sources 512*4 [tokens]."
+                f"A sample of {kind} consists of latents. Leave --segments and --splits out, and give --images "
+                "1x64x64*4 [patches of the latents]. If the model reads a text, give --sources 512*4 [tokens] too."
             )
         kinds = {name: text for name, text in self.media.items() if MODALITIES[name].tower == "vision"}
         if not kinds and patches is None:
@@ -155,7 +155,7 @@ class WorkloadOptions:
         if self.segments is None and self.splits is None and lengths is None:
             raise WorkloadError(
                 "--segments is missing, so there is nothing to count. Give the lengths of the step's segments in "
-                "tokens, those of images and videos included, for example --segments 4096*3,512."
+                "tokens, including the tokens of images and videos, for example --segments 4096*3,512."
             )
         # The function in a value's annotation reads what was typed; numbers need none.
         values: dict[str, Any] = {name: parse_media(name, text) for name, text in self.media.items()}
@@ -170,9 +170,9 @@ class WorkloadOptions:
         tokens = sum(values["segments"])
         if self.slots is not None and self.slots < tokens:
             raise WorkloadError(
-                f"--slots {self.slots} cannot hold the {tokens} tokens of --segments {self.segments or self.splits}: "
-                f"slots are all positions computed, tokens and padding. Give {tokens} or more, or leave --slots out "
-                "where nothing is padded."
+                f"--slots {self.slots} cannot hold the {tokens} tokens of --segments {self.segments or self.splits}, "
+                f"because slots are all computed positions (tokens and padding). Give {tokens} or more. If nothing "
+                "is padded, leave --slots out."
             )
         return Workload(**values)
 
@@ -227,8 +227,8 @@ def samples_in_turn(cost_model: "CostModel", work: WorkloadOptions) -> "LengthTa
             needed = sum(t * h * w for t, h, w in grids) // cost_model.merge_group
             cost_model.count(Workload([needed], images=grids))  # refuses a model without a tower first
             raise WorkloadError(
-                f"{name} {kinds[name][:80]} says what the samples' pictures are, and nothing how long the samples are: "
-                f"give --segments too, the tokens of pictures included; these take {format_count(needed)} tokens."
+                f"{name} {kinds[name][:80]} gives the samples' pictures, but not the length of the samples. Give "
+                f"--segments too, including the tokens of pictures, which are {format_count(needed)} tokens."
             )
         return None
     lengths = parse_segments(segments)
@@ -236,7 +236,7 @@ def samples_in_turn(cost_model: "CostModel", work: WorkloadOptions) -> "LengthTa
         if len(grids) % len(lengths):
             raise WorkloadError(
                 f"{name} names {format_count(len(grids))}, which cannot be dealt to the {format_count(len(lengths))} "
-                f"samples of --segments {segments[:80]} in equal numbers. Give each sample as many, such as "
+                f"samples of --segments {segments[:80]} in equal numbers. Give each sample the same number, such as "
                 f"--segments 900*2 {name} 1x32x48*2."
             )
     rows = [row for grids in by_kind.values() for row in np.repeat(range(len(lengths)), len(grids) // len(lengths))]
@@ -263,14 +263,15 @@ def with_text(cost_model: "CostModel", work: WorkloadOptions, tokens: int) -> Wo
     """
     if work.segments is not None:
         raise WorkloadError(
-            f"--segments {work.segments[:80]} and --tokens-per-sample {tokens} both say how long a sample is; give one."
+            f"--segments {work.segments[:80]} and --tokens-per-sample {tokens} both set the length of a sample. "
+            "Give one of them."
         )
     kinds = {name: text for name, text in work.media.items() if MODALITIES[name].tower == "vision"}
     patches = sum(t * h * w for name, text in kinds.items() for t, h, w in parse_grids(text, f"--{name}"))
     if patches and cost_model.has_vision and cost_model.merge_group == 1:
         raise WorkloadError(
-            f"How many tokens a picture takes in {cost_model.name} does not follow from its patches. Give --segments, "
-            "the tokens of a sample with its pictures, instead of --tokens-per-sample."
+            f"In {cost_model.name} the number of tokens of a picture does not follow from its patches. Give "
+            "--segments, the tokens of a sample with its pictures, instead of --tokens-per-sample."
         )
     return replace(work, segments=str(tokens + patches // cost_model.merge_group))
 
@@ -290,17 +291,19 @@ def prepared(cost_model: "CostModel", workload: "Workload", supervised: int | No
     drivers = {row.driver for row in cost_model.rows}
     if supervised is not None and "supervised" not in drivers:
         raise WorkloadError(
-            f"--supervised {supervised} has no effect: {cost_model.name} runs its head on every token. Leave it out."
+            f"--supervised {supervised} has no effect, because {cost_model.name} runs its head on every token. "
+            "Leave it out."
         )
     if not len(workload.splits):
         if workload.latent_patches:
             raise WorkloadError(
-                "--latents and --references need --splits, which say who sees the latent patches: an image that is "
-                'denoised is a noise run, a reference a full one, for example --splits "causal:102,noise:4098".'
+                "--latents and --references need --splits, because splits say who sees the latent patches. A "
+                "denoised image is a noise run, and a reference is a full run, for example --splits "
+                '"causal:102,noise:4098".'
             )
         return cost_model
     if "pairs:splits" not in drivers:
-        warn(f"{cost_model.name}'s own mask is causal; its attention is counted under --splits in place of it.")
+        warn(f"{cost_model.name}'s own mask is causal, but its attention is counted under --splits instead.")
     return cost_model.with_splits()
 
 
@@ -317,8 +320,9 @@ def check_vision_tokens(cost_model: "CostModel", workload: "Workload") -> None:
         room = (tokens_of(workload.splits, FULL) if len(workload.splits) else workload.tokens) - referred
         if workload.patches > room:
             raise WorkloadError(
-                f"The images hold {workload.patches} patches, each a token of a full run of {cost_model.name}, and "
-                f"such runs have {room} tokens for them: R x C patches are a run full:N of N = R x C + 2 tokens."
+                f"The images hold {workload.patches} patches, each a token of a full run of {cost_model.name}, but "
+                f"the full runs have room for {room} tokens. R x C patches need a run full:N with N = R x C + 2 "
+                "tokens."
             )
     group = cost_model.merge_group
     if group == 1 or not workload.patches:  # a resampler, a class token, cross attention: positions are not patches
