@@ -186,6 +186,7 @@ def measure_engine(case: Case, conditions: Conditions, deadline_s: float, tell: 
             "parameters": cost_model.params.total,
             "dtype": precision.name,
             "recompute": trained.recompute,
+            "head": "labelled tokens",
             "tokens_per_pack": max(pack.slots for pack in packs),
             "accumulation": accumulation,
             "settings": list(conditions.settings),
@@ -202,7 +203,9 @@ def measure_engine(case: Case, conditions: Conditions, deadline_s: float, tell: 
         num_supervised, losses = sum(batch.num_supervised for batch in packs), []
         for batch in packs:
             with precision.autocast():
-                pack = trained.model_with_loss(batch.model_inputs(), batch.labels_1T[0], per=num_supervised)
+                pack = trained.model_with_loss(
+                    batch.model_inputs(), batch.labels_1T[0], per=num_supervised, labelled_K=batch.labelled_K
+                )
             torch.autograd.backward(pack.total)
             losses.append(pack.total.detach())
         norm = gradient_norm(parameters)

@@ -147,10 +147,16 @@ def predicted_lines(case: dict[str, Any], device: str) -> StepLines | None:
         device: as the driver names it.
     """
     packs = packs_of(case["setup"], case.get("accumulation", 1), case.get("tokens_per_pack"))
+    packs = as_run(case, packs)
     try:
         return PlannedCase.of(case, device, packs).lines(packs)
     except UnknownDeviceError:
         return None
+
+
+def as_run(case: dict[str, Any], packs: Sequence[Workload]) -> list[Workload]:
+    """Packs with the head on the tokens on which it ran: all of them in a row that says nothing of it."""
+    return [*packs] if "head" in case else [pack.with_full_head() for pack in packs]
 
 
 def packs_of(setup: str, count: int, tokens_per_pack: int | None = None) -> list[Workload]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from engine_forecast import PlannedCase, measured_lines, packs_of
+from engine_forecast import PlannedCase, as_run, measured_lines, packs_of
 from engine_setups import SETUPS
 from gpu_report import explained
 from headway.count import Workload
@@ -76,6 +76,7 @@ def row_of(case: dict[str, Any]) -> dict[str, Any]:
 
 def predicted(case: dict[str, Any], device: str, packs: list[Workload]) -> dict[str, Any]:
     """Predict a case's mean step [s], its lines on the first pack [s], and its memory [bytes]."""
+    packs = as_run(case, packs)
     planned = PlannedCase.of(case, device, packs)
     steps = [planned.lines([pack]) for pack in packs]
     return {
