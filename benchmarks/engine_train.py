@@ -1,6 +1,7 @@
 """`headway train` itself as a case of benchmarks/engine_gpu.py, with its feed and records, on a set-up's texts."""
 
 import json
+import string
 import tempfile
 import time
 from collections.abc import Callable
@@ -8,7 +9,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from transformers import Qwen2Tokenizer
 
 from engine_memory import cost_model_of, predicted_memory
 from engine_setups import setup_named, without_data
@@ -20,7 +23,15 @@ from headway.predict.tune import measure
 from headway.predict.tune.measure import WARM_UP
 from headway.tracing import trace
 
+LETTERS = string.ascii_lowercase
 LONGEST_S = 600.0  # that a run may take
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Write a tokenizer of the text set-up's family to which each letter is a token."""
+    end = "<|endoftext|>"
+    vocabulary = {token: number for number, token in enumerate([end, *LETTERS])}
+    Qwen2Tokenizer(vocab=vocabulary, merges=[], unk_token=end, eos_token=end, pad_token=end).save_pretrained(folder)
 
 
 def measure_run(
@@ -46,30 +57,25 @@ def measure_run(
         torch.OutOfMemoryError: the device's memory does not hold the run.
         RuntimeError: it was not measured for another reason.
     """
-    from tokenizers.pre_tokenizers import WhitespaceSplit
-
-    from mixes import tokenizer  # what the other cases do without
-
     setup = setup_named(setup_name).with_packs_of(settings["data.tokens_per_pack"])
     layers = setup.layers(is_small=is_small)
     with tempfile.TemporaryDirectory() as name:
         folder, model = Path(name), setup.config(layers=layers, is_small=is_small)
-        # documents whose words are tokens; packs of the benchmark are full, so as many hold enough for these steps
+        # documents whose letters are tokens; packs of the benchmark are full, so as many hold enough for these steps
         shapes = without_data(setup.config(layers=1, is_small=is_small))
         num_packs = (steps + WARM_UP + 2) * settings["optim.accumulation"]
+        rng = np.random.default_rng(0)
         drawn = islice(setup.packs(shapes.config, rope_index(shapes), is_small=is_small), num_packs)
         with (folder / "documents.jsonl").open("w", encoding="utf-8") as file:
             for samples, _ in drawn:
                 for sample in samples:
-                    text = " ".join(f"w{max(2, token)}" for token in sample.input_ids_S.tolist())
-                    file.write(json.dumps({"text": text}) + "\n")
+                    letters = rng.integers(len(LETTERS), size=sample.tokens - 1)  # the end of a document is a token
+                    file.write(json.dumps({"text": "".join(LETTERS[letter] for letter in letters)}) + "\n")
         data = {"data.train": json.dumps([str(folder / "documents.jsonl")]), "data.overlong": "drop"}
         data |= {"parallel.reduce_dtype": "float32"}  # one process sums nothing
         length = settings["data.tokens_per_pack"] // (64 if is_small else 1)
         config = setup.recipe_for(folder, model, settings | data | {"data.tokens_per_pack": length})
-        words = tokenizer(model.vocab_size)
-        words.backend_tokenizer.pre_tokenizer = WhitespaceSplit()
-        words.save_pretrained(folder / "model")
+        write_tokenizer(folder / "model")
         trial = measure(config, 1, steps=steps, limit_s=max(1.0, min(LONGEST_S, deadline_s - time.monotonic())))
         if trial.flops_per_s is None or trial.step_s is None or trial.tokens_per_s is None:
             error = torch.OutOfMemoryError if trial.outcome == "out of memory" else RuntimeError

@@ -202,6 +202,17 @@ def test_the_same_tokens_a_step_run_in_shorter_packs(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.slow
+def test_the_command_itself_is_a_row_with_its_feed(tmp_path):
+    arguments = ("--steps", 1, "--only", "train", "--tokens-per-pack", 20_480, "--accumulation", 4, "--out", tmp_path)
+    table = run("engine_gpu.py", *SMALL, *arguments)
+    ((name, found),) = engine_record(tmp_path)["cases"].items()
+    assert (name, found["status"]) == ("text, torch, eager, headway train, packs 4 x 20,480", "done")
+    assert found["step_s"] * found["tokens_per_s"] == pytest.approx(4 * 20_480 // 64, rel=0.1)  # packs of a feed
+    assert "| 4 x 320 |" in table
+
+
+@pytest.mark.long
+@pytest.mark.slow
 def test_an_error_becomes_a_row_and_what_is_done_is_not_measured_again(engine_folder):
     done = engine_record(engine_folder)["cases"]
     failed = {}
