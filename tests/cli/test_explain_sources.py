@@ -93,7 +93,7 @@ def test_a_run_with_profiles_is_explained_by_the_newest_of_all_its_ranks(headway
     trace_of(run / "profile" / "steps-000200-000204-rank-1.json.gz", rank=1)
     record = json.loads(headway("explain", run, "--json").out)
     assert {step["rank"] for step in record["steps"]} == {0, 1}
-    assert record["notes"][0].startswith("of the profile of steps 200 to 204, 2 ranks, in ")
+    assert record["notes"][0].startswith("this is the profile of steps 200 to 204, 2 ranks, in ")
     assert "the last of 2 windows" in record["notes"][0]
     assert f"headway explain {run / 'metrics.jsonl'}" in record["notes"][0]
     assert headway("explain", run / "metrics.jsonl").out.count("unseparated") > 0

@@ -67,7 +67,7 @@ def test_a_window_of_several_steps_is_their_mean(tmp_path):
         "useful": 135_000_000, "ceiling": 0, "recomputation": 0, "padding": 0, "idle.data": 250_000_000,
         "aside": 0, "unseparated": 1_115_000_000,
     }  # fmt: skip
-    assert any("their mean" in note for note in found.notes)
+    assert any("Their mean" in note for note in found.notes)
     assert any("taken as the peak" in note for note in found.notes)
 
 
@@ -196,10 +196,10 @@ def write(path, *records):
     [
         ([step_record(1), '{"kind": "st'], "line 2 of metrics.jsonl cannot be read", [1]),
         ([step_record(1), step_record(2), step_record(2), step_record(3)], "1 steps were recorded again", [1, 2, 3]),
-        ([step_record(1), {"kind": "evaluation", "step": 1}, step_record(2)], "for lack of FLOPs", [1, 2]),
+        ([step_record(1), {"kind": "evaluation", "step": 1}, step_record(2)], "records lack FLOPs", [1, 2]),
         (
             [step_record(1, flops={"total": 7}), step_record(2)],
-            "of 1 of 2 records is not known, for lack of a p",
+            "of 1 of 2 records is not known, because the records lack a p",
             [1, 2],
         ),
         ([step_record(1), step_record(2, wall_s=None)], "1 records of steps do not tell how long", [1]),
@@ -231,7 +231,7 @@ def test_what_is_beside_the_steps_is_told_from_the_ledger(tmp_path):
     write(tmp_path / "run.json", {"device": {"name": "NVIDIA H200"}})
     found = explain_records(tmp_path / "metrics.jsonl")
     assert found.steps[0].device_name == "NVIDIA H200"
-    assert "compile 1.00 s, evaluation 3.00 s; the records do not say in which steps" in found.notes[-1]
+    assert "compile 1.00 s, evaluation 3.00 s. The records do not say in which steps" in found.notes[-1]
     assert [(one.id, one.share) for one in found.findings] == [("evaluation", 0.5), ("compiling", 1 / 6)]
     assert "eval.every" in found.findings[0].next
 

@@ -36,8 +36,8 @@ def test_a_trace_of_one_step_shows_it_and_says_what_is_less_sure(tmp_path):
     found = explained(two_kernels_a_step(1), tmp_path)
     (step,) = found.steps
     assert lines_of(step) == {"matmul": 60, "memory": 30, "idle.launch": 1000}
-    (note,) = (note for note in found.notes if note.startswith("step 1, first or last of the trace"))
-    assert "1.09 ms. On the host it lasted 0.05 ms, on the device 0.09 ms." in note
+    (note,) = (note for note in found.notes if note.startswith("step 1 is the first or the last of the trace"))
+    assert "it lasted 0.05 ms on the host and 0.09 ms on the device." in note
 
 
 def test_overlapping_streams_are_counted_once_and_what_is_hidden_is_not_exposed(tmp_path):
@@ -253,8 +253,8 @@ def test_collectives_of_two_ranks_tell_transfer_from_waiting(tmp_path):
     assert lines_of(second) == {"matmul": 60, "memory": 30, "communication.transfer": 3, "idle.other": 7}
     assert [one.rank for one in explain(traces, rank=1).steps] == [1]
     said = (
-        "traces of 1 of the job's 2 processes: how long collectives waited for the others is not known, and another "
-        "one may have been the slowest."
+        "traces of 1 of the job's 2 processes are here, so how long collectives waited for the other processes is not "
+        "known. One of those may be the slowest."
     )
     assert [said in explain(given).notes for given in (traces, traces[:1])] == [False, True]
 

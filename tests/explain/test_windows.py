@@ -47,7 +47,7 @@ def test_a_step_ends_with_its_last_kernel_where_that_ends_after_the_host(tmp_pat
     (step,) = explanation.steps
     assert step.duration_ns == 1050 * US
     assert lines_of(step) == {"idle.data": 600, "copies": 30, "matmul": 150, "memory": 130, "idle.launch": 140}
-    assert any("1.05 ms. On the host it lasted 1.00 ms, on the device 0.33 ms" in note for note in explanation.notes)
+    assert any("it lasted 1.00 ms on the host and 0.33 ms on the device" in note for note in explanation.notes)
     assert "Step 18 of rank 0 on unknown device: 1.05 ms (1.00 ms on the host)" in as_text(explanation)
     record = step.to_dict()
     assert (record["duration_ns"], record["host_ns"], record["device_ns"]) == (1050 * US, 1000 * US, 330 * US)
@@ -111,7 +111,7 @@ def test_a_whole_trace_is_the_devices_and_says_how_long_the_host_worked(tmp_path
     trace.call("cudaDeviceSynchronize", 602 * US, 60 * US, 2)
     explanation = explain([read_trace(trace.write(tmp_path / "t.json"))])
     assert [step.duration_ns for step in explanation.steps] == [50 * US]
-    assert any("to its last, 0.05 ms; the host's events span 0.66 ms" in note for note in explanation.notes)
+    assert any("to its last, 0.05 ms. The host's events span 0.66 ms" in note for note in explanation.notes)
 
 
 EVENTS = st.lists(

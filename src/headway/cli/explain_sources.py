@@ -62,7 +62,7 @@ def source_of(path: Path) -> ExplainSource:
         traces, about = newest_window(path)
         if traces:
             if (path / METRICS).is_file():
-                about += f" All other steps, without a profile: headway explain {path / METRICS}"
+                about += f" `headway explain {path / METRICS}` shows the other steps, without a profile."
             return ExplainSource(path, SourceKind.TRACES, tuple(traces), about)
         if not (path / METRICS).is_file():
             raise _empty_folder(path)

@@ -288,7 +288,7 @@ def _notes_of_work(unsaid: Counter[str], waterfalls: list[StepWaterfall], entrie
     ):
         if count := unsaid[name]:
             which = "" if count == len(entries) else f" of {count} of {len(entries)} records"
-            notes.append(f"needed work{which} is not known, for lack of {name}: {way_out}")
+            notes.append(f"needed work{which} is not known, because the records lack {name}: {way_out}")
     if any(line.key == "useful" for waterfall in waterfalls for line in waterfall.lines) and not any(
         entry.record.get("mfu_of_ceiling") for entry in entries
     ):
@@ -298,8 +298,8 @@ def _notes_of_work(unsaid: Counter[str], waterfalls: list[StepWaterfall], entrie
     # Notes on how to read the numbers that are there.
     if any(line.key in _LOST_WORK and line.ns for waterfall in waterfalls for line in waterfall.lines):
         notes.append(
-            "padding and recomputation are charged their part of the time that is not known to be something else: they "
-            "take that at most."
+            "padding and recomputation have their part of the time of which nothing else is known. They take at most "
+            "that."
         )
     num_ranks = max(entry.world_size for entry in entries)
     if num_ranks > 1:
@@ -307,10 +307,10 @@ def _notes_of_work(unsaid: Counter[str], waterfalls: list[StepWaterfall], entrie
             f"records are of {num_ranks} ranks together: times are the first rank's, FLOPs the mean of all ranks'."
         )
     if any(entry.num_steps > 1 for entry in entries):
-        notes.append("a record is of several steps; what is shown is their mean, under the number of the last one.")
+        notes.append("a record is of several steps. Their mean is shown under the number of the last step.")
     if any(entry.is_left_out for entry in entries):
         notes.append(
-            "every step compiled something or was warm-up: no step is counted, and what is shown is the time of those "
+            "every step compiled something or was warm-up, so no step is counted. The times are those of the steps "
             "that are left out."
         )
     return notes

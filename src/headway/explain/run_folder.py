@@ -78,11 +78,11 @@ def time_beside(
         return {}, []
     spent_text = ", ".join(f"{name} {format_duration(ns / 1e9)}" for name, ns in spent.items())
     where = (
-        "each step has what came since the one before, and what came after the last is in none"
+        "Each step has the time since the step before, and no step has the time after the last"
         if steps_tell
-        else "the records do not say in which steps"
+        else "The records do not say in which steps"
     )
-    return spent, [f"beside training the whole run spent: {spent_text}; {where} (`headway goodput` has all of it)."]
+    return spent, [f"besides training the run spent: {spent_text}. {where}; `headway goodput` shows the whole run."]
 
 
 def newest_window(folder: Path) -> tuple[list[Path], str]:
@@ -99,11 +99,9 @@ def newest_window(folder: Path) -> tuple[list[Path], str]:
     newest = max(windows)
     by_rank = windows[newest]
     traces = [by_rank[rank] for rank in sorted(by_rank)]
-    others = (
-        "" if len(windows) == 1 else f", the last of {len(windows)} windows there; name a file of another to see it"
-    )
+    others = "" if len(windows) == 1 else f", the last of {len(windows)} windows. To see another, name its files"
     ranks = "1 rank" if len(traces) == 1 else f"{len(traces)} ranks"
-    return traces, f"of the profile of steps {newest[0]} to {newest[1]}, {ranks}, in {traces[0].parent}{others}."
+    return traces, f"this is the profile of steps {newest[0]} to {newest[1]}, {ranks}, in {traces[0].parent}{others}."
 
 
 _MOST_RECORDS = 2**15  # most records in memory; those of a longer run are joined, two by two, as often as is needed

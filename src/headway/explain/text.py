@@ -240,9 +240,9 @@ def _of_traffic(traffic: OperandTraffic) -> str:
     if traffic.known_ns and traffic.at_bandwidth_ns is not None and traffic.bytes_per_s is not None:
         text += f", {format_ms(traffic.at_bandwidth_ns)} ms at {traffic.bytes_per_s / 1e12:,.3g} TB/s"
     if 0 < traffic.known_ns < _NEARLY_ALL * traffic.all_ns:
-        text += f" (known of {format_ms(traffic.known_ns)} ms of them)"
+        text += f" (the operands of {format_ms(traffic.known_ns)} ms are known)"
     if traffic.implausible_ns > (1 - _NEARLY_ALL) * traffic.all_ns:
-        text += f"; in {format_ms(traffic.implausible_ns)} ms operators read only a part of theirs, which is not known"
+        text += f"; in {format_ms(traffic.implausible_ns)} ms operators read an unknown part of their operands"
     return text
 
 

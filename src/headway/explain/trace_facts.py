@@ -81,9 +81,8 @@ def gather_facts(trace: Trace, work: "StatedWork | None", device: str | None, *,
 def _notes_of_budget(budget: NeededWork | None) -> list[str]:
     if budget is None:
         return [
-            "the matmul-class line is not split into needed work at peak, ceiling loss, recomputation, padding and "
-            "losses by component: that needs the steps' workloads and the device's peak, which Headway writes into its "
-            f"own traces. Of others, {Argument('model')} and {Argument('segments')} tell them."
+            "the matmul-class line is one, because the trace does not say what was computed. "
+            f"{Argument('model')} and {Argument('segments')} split the line into needed work and losses."
         ]
     notes = []
     if budget.profiler_overhead_s > 0:

@@ -99,7 +99,7 @@ def explain(
             check_rates(facts.measured, chosen, work, facts.rates)
             about_products = note_on_products(facts.measured, chosen, work)
         # A note that holds for all ranks is printed once, without their numbers.
-        for note in filter(None, (*facts.notes, about_products, *about_edges)):
+        for note in dict.fromkeys(filter(None, (*facts.notes, about_products, *about_edges))):
             ranks_of_note.setdefault(note, []).append(number)
         others = [other for other_rank, other in facts_of.items() if other_rank != number]
         waterfalls += [_waterfall(facts, which, others) for which in chosen]
@@ -113,8 +113,8 @@ def explain(
     num_ranks = max(trace.world_size or 1 for trace in traces)
     if num_ranks > len(by_rank):
         notes.append(
-            f"traces of {len(by_rank)} of the job's {num_ranks} processes: how long collectives waited for the others "
-            "is not known, and another one may have been the slowest."
+            f"traces of {len(by_rank)} of the job's {num_ranks} processes are here, so how long collectives waited for "
+            "the other processes is not known. One of those may be the slowest."
         )
     slowest = [_waited_for(number, facts_of) for number in dict.fromkeys(waterfall.step for waterfall in waterfalls)]
     waits = tuple(filter(None, slowest))
@@ -168,13 +168,12 @@ def _note_on_window(window: StepWindow) -> str:
     on_host, on_device = format_ms(window.host_ns), format_ms(window.device_ns)
     if window.is_edge:
         return (
-            f"step {window.step}, first or last of the trace, goes from its begin on the host, or the end of what ran "
-            f"before it, to its end there or that of its last kernel: {format_ms(window.ns)} ms. On the host it lasted "
-            f"{on_host} ms, on the device {on_device} ms."
+            f"step {window.step} is the first or the last of the trace, so its bounds are less sure: it lasted "
+            f"{on_host} ms on the host and {on_device} ms on the device."
         )
     if window.host_ns > _LONGER * window.ns and window.ns == window.device_ns:
         return (
-            f"the whole trace is taken from the device's first event to its last, {on_device} ms; the host's events "
+            f"the whole trace is taken from the device's first event to its last, {on_device} ms. The host's events "
             f"span {on_host} ms."
         )
     return ""

@@ -10,6 +10,7 @@ import numpy as np
 
 from headway.explain.comparison import mean_record
 from headway.explain.explanation import Finding, MeanWaterfall
+from headway.explain.findings.rules import RULES
 from headway.explain.run_folder import UNFINISHED_NOTE
 from headway.log.jsonl import as_object
 from headway.log.run_files import CONFIG, RUN, SUMMARY, LossTally
@@ -39,8 +40,14 @@ from headway.report.section import ReportSection, markdown_text
 SCHEMA_VERSION = 2
 HEADINGS = ("Learning", "Speed and memory", "Data", "The run")
 _HEADLINE = 0.05  # share of the time from which a finding is the first to show, whatever it does to MFU
-_NOTHING_FIRST = "No finding would change what is printed above."
+_NOTHING_FIRST = "No finding would change a number that is printed above."
 _NOTHING_AT_ALL = "No rule finds anything to change."
+# Advice by the largest part of a step beside the useful work, where no rule names a cause.
+_ADVICE = {
+    "optimizer": "more packs in an update (optim.accumulation), or a fused optimizer.",
+    "data": "more workers (data.workers), or samples that are decoded once, ahead of training.",
+    "exchange": "more packs in an update (optim.accumulation), so that ranks exchange gradients less often.",
+}
 
 
 class Measure(NamedTuple):
@@ -65,6 +72,7 @@ class RunPage:
     is_timed: bool = True  # whether these are times
     findings: Sequence[Finding] = ()  # the first to mend first; none where `points` say what differs
     points: Sequence[str] = ()  # differences of two runs, as sentences
+    praise: Sequence[str] = ()  # sentences to show where no finding is a headline
     charts: Sequence[ReportSection] = ()
     folds: Mapping[str, Sequence[ReportSection]] = field(default_factory=dict)  # sections by heading
     files: Mapping[str, str] = field(default_factory=dict)  # texts by name
@@ -77,7 +85,7 @@ class RunPage:
             return ReportSection("What differs", points=self.points)
         if len(self.more) < len(self.findings):
             return ReportSection("What to change first", points=_sentences(self.findings[0]))
-        return ReportSection("What to change first", points=[_NOTHING_FIRST if self.more else _NOTHING_AT_ALL])
+        return ReportSection("What the run did well", points=self.praise)
 
     @property
     def more(self) -> Sequence[Finding]:
@@ -156,6 +164,7 @@ def page_of(*runs: ReportedRun) -> RunPage:
         is_timed=is_timed,
         findings=findings,
         points=points,
+        praise=_praise(runs[0], parts, means[0].duration_ns, has_findings=bool(findings)) if len(runs) == 1 else (),
         charts=chart(steps.FIRST),
         folds=_folds(runs, chart, differ, notes),
         files=runs[0].files if len(runs) == 1 else {},
@@ -190,6 +199,25 @@ def _sentences(finding: Finding) -> list[str]:
     """Sentences of a finding: its observation with its size, its cause, and what to do next."""
     observed = finding.seen[:1].upper() + finding.seen[1:].removesuffix(".")
     return [f"{observed} ({finding.extent}).", f"Why: {finding.cause}", f"Next: {finding.next}"]
+
+
+def _praise(run: ReportedRun, parts: Sequence[steps.StepPart], total_ns: int, *, has_findings: bool) -> list[str]:
+    """Sentences where no finding is a headline: what was measured, the limit of the rules, and what to try next."""
+    shares = {part.name: part.ns[0] / total_ns for part in parts}
+    largest = max((name for name in shares if name != steps.USEFUL), key=shares.__getitem__, default="")
+    if not largest or "data" not in shares:
+        return [_NOTHING_FIRST if has_findings else _NOTHING_AT_ALL]
+    least = next(rule.in_trace.least for rule in RULES if rule.name == "data-bound" and rule.in_trace)
+    advice = _ADVICE.get(largest, f"`headway explain {run.path} --by component`, which divides that part.")
+    if largest not in _ADVICE and run.profile is None:
+        advice = "a profile of some steps (`--set run.profile.start=N`, or `headway.profile`), which divides that part."
+    return [
+        f"The step waited for data {format_share(shares['data'])} of the time.",
+        f"Limit: a wait is a finding from {format_share(least)} of the time. "
+        f"{_NOTHING_FIRST if has_findings else _NOTHING_AT_ALL}",
+        f"Next: the largest part beside useful work is {largest}, {format_share(shares[largest])} of the time. Try "
+        f"{advice}",
+    ]
 
 
 def facts_of(run: ReportedRun) -> list[str]:

@@ -46,9 +46,10 @@ _LEAST = 5  # records with a source, of which one can tell how often it comes
 _APART = 2  # records within which two changes are one
 _LEFT_OVER = 0.05  # part of a run's records within which a source ends after another source has taken over
 _MOST_STAGES = 30  # more are no stages
+USEFUL = "useful work at peak"
 # Parts of a step by the beginnings of the keys of their lines; the last has what no other claims.
 _PARTS = {
-    "useful work at peak": ("useful",),
+    USEFUL: ("useful",),
     "slower than peak": ("ceiling", "recomputation", "padding", "matmul", "memory", SLOW, UNSEPARATED),
     "optimizer": ("optimizer",),
     "data": ("idle.data",),

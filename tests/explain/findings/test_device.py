@@ -168,7 +168,7 @@ def steps_that_say(**changes):
 def test_padding_is_found_by_the_slots_without_a_token(tmp_path):
     found = found_in(tmp_path, two_kernels_a_step(), headway=sidecar(steps=steps_that_say(tokens=40, slots=100)))
     assert found["padding"].ns == round(0.6 * 90 * US)
-    assert found["padding"].seen.startswith("60% of the slots were padding")
+    assert found["padding"].seen.startswith("60.0 % of the slots were padding")
     full = sidecar(steps=steps_that_say(tokens=99, slots=100))
     assert "padding" not in found_in(tmp_path, two_kernels_a_step(), headway=full)
 

@@ -15,7 +15,7 @@ def findings_of(tmp_path, trace, **beside):
 def test_products_that_take_less_than_their_launch_are_found(tmp_path):
     found = findings_of(tmp_path, products_in_a_row([[1, 8], [8, 8]], count=20, us=2))["small-gemms"]
     assert found.ns == 40 * US
-    assert "20 matrix products a step, 100% of them aten::addmm" in found.seen
+    assert "20 matrix products a step, 100.0 % of them aten::addmm" in found.seen
     assert "as a loop over" in found.cause
 
 

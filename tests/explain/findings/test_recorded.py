@@ -105,6 +105,6 @@ def test_a_clock_that_fell_is_told_with_its_reasons_and_an_idle_one_is_not(headw
         return next((finding for finding in found if finding["id"] == "throttled-clocks"), None)
 
     hot = finding_of(sm_mhz=1188, limits=["heat", "power"])
-    assert "40% below its highest in 40 samples beside the steps, held by heat and power" in hot["seen"]
+    assert "40.0 % below its highest in 40 samples beside the steps, held by heat and power" in hot["seen"]
     assert finding_of(sm_mhz=300, limits=["idle"]) is None
     assert finding_of(sm_mhz="1188", limits=7) is None  # what a stranger wrote

@@ -261,7 +261,7 @@ def padding(evidence: StepEvidence) -> Observation | None:
     ns = round(empty * (evidence.matmul_ns + evidence.ns("memory")))
     return Observation(
         ns,
-        f"{empty:.0%} of the slots were padding, on which layers spend as much as on tokens: about "
+        f"{format_share(empty)} of the slots were padding, on which layers spend as much as on tokens: about "
         f"{evidence.share(ns)} of the time.",
         "samples are padded to the longest of a batch, or packs to a large bucket.",
         "pack samples end to end (DataCollatorWithFlattening, TRL's packing=True), or batch samples of like lengths.",
@@ -330,7 +330,7 @@ def throttled_clocks(evidence: StepEvidence) -> Observation | None:
     ns = round(slower * evidence.matmul_ns)
     return Observation(
         ns,
-        f"the device's clock was {slower:.0%} below its highest at the end of the profile.",
+        f"the device's clock was {format_share(slower)} below its highest at the end of the profile.",
         "the device is at its power limit or too hot, or its clocks are set low.",
         "nvidia-smi -q -d PERFORMANCE,CLOCK for the reason; a higher power limit, better cooling, or less of both "
         "where the limit is meant: then MFU is to be read against the lower clock.",
@@ -348,7 +348,7 @@ def recorded_clocks(evidence: RunEvidence) -> Observation | None:
     by_reasons = f", held by {' and '.join(reasons)}" if reasons else ""
     return Observation(
         ns,
-        f"the device's clock was {slower:.0%} below its highest in {len(sampled)} samples beside the steps"
+        f"the device's clock was {format_share(slower)} below its highest in {len(sampled)} samples beside the steps"
         f"{by_reasons}.",
         "the device is at its power limit or too hot, or its clocks are set low.",
         "nvidia-smi -q -d PERFORMANCE,CLOCK for the reason; a higher power limit, better cooling, or less of both "

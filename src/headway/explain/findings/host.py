@@ -94,7 +94,7 @@ def data_wait(evidence: StepEvidence, part: str) -> Observation | None:
     message = f"the step waited for data {evidence.share(ns)} of the time"
     if all_s:
         message += f"; of {all_s / evidence.num_steps:.2f} s that workers spent on a step's packs, "
-        message += f"{spent_s[part] / all_s:.0%} was {what}"
+        message += f"{format_share(spent_s[part] / all_s)} was {what}"
     return Observation(ns, f"{message}.", cause, advice, setting)
 
 

@@ -13,7 +13,7 @@ from headway.explain.findings.evidence import EventTime, RunEvidence, StepEviden
 from headway.explain.findings.gaps import Pause, StepPauses, pauses_of, purpose_of, recorded_pause, stacks_of
 from headway.explain.findings.rule import Observation, Rule, RuleObserver
 from headway.explain.measurement import MATMUL
-from headway.report import format_traffic
+from headway.report import format_share, format_traffic
 
 # A launch takes the host some 5 us, and an operator of PyTorch on a CPU as long, so a product that takes less at peak
 # costs its launch.
@@ -64,8 +64,8 @@ def small_gemms(evidence: StepEvidence) -> Observation | None:
     where = f", most of them in {modules.most_common(1)[0][0]}" if modules else ""
     return Observation(
         ns,
-        f"{names.total() / evidence.num_steps:,.0f} matrix products a step, {number / names.total():.0%} of them {name}"
-        f"{where}, take less than {_LAUNCH_S * 1e6:.0f} us at peak each; with what stands around them "
+        f"{names.total() / evidence.num_steps:,.0f} matrix products a step, {format_share(number / names.total())} of "
+        f"them {name}{where}, take less than {_LAUNCH_S * 1e6:.0f} us at peak each; with what stands around them "
         f"{evidence.share(ns)} of the time.",
         *_SMALL_ADVICE[_is_loop(evidence, small)],
         setting="larger packs (data.tokens_per_pack)",
@@ -421,7 +421,7 @@ def optimizer_loop(evidence: StepEvidence) -> Observation | None:
     return Observation(
         ns * (1 - FUSED_PART),
         f"the optimizer ran {len(events) / evidence.num_steps:,.0f} operators a step, one tensor after the other, for "
-        f"{evidence.share(ns)} of the time; fused it takes about {FUSED_PART:.0%} of that.",
+        f"{evidence.share(ns)} of the time; fused it takes about {format_share(FUSED_PART)} of that.",
         "the optimizer is not fused: each tensor's update is a dozen operators of its own.",
         "AdamW(fused=True), or foreach=True.",
         setting="optim.name: adamw, which is fused",
@@ -449,7 +449,8 @@ def recorded_optimizer_loop(evidence: RunEvidence) -> Observation | None:
     return Observation(
         ns * (1 - FUSED_PART),
         f"the optimizer took {evidence.share(ns)} of the time: {loops[-1].get('name')} updates "
-        f"{loops[-1].get('num_tensors')} tensors one after the other; fused it takes about {FUSED_PART:.0%} of that.",
+        f"{loops[-1].get('num_tensors')} tensors one after the other; fused it takes about {format_share(FUSED_PART)} "
+        "of that.",
         "it is neither fused nor in lists (foreach), so that Python launches some ten operators for each tensor.",
         "fused=True, or foreach=True where there is no fused kernel.",
     )

@@ -25,7 +25,7 @@ from headway.explain.findings.gaps import (
 )
 from headway.explain.findings.rule import Observation, Rule, RuleObserver, TimeOf
 from headway.meter.pauses import PURPOSES
-from headway.report import format_duration, format_ms
+from headway.report import format_duration, format_ms, format_share
 
 _NOT_KNOWN_MESSAGE = (
     "not known: code outside of PyTorch, such as logging, a checkpoint, an evaluation, collecting garbage, a callback, "
@@ -120,7 +120,7 @@ def host_pause(evidence: StepEvidence) -> Observation | None:
         stack, _ = stacks.most_common(1)[0]
         words = purpose_of(stack).in_trace
         share = stacks[stack] / stacks.total()
-        where = f" Python was in {_frames(stack)} for {share:.0%} of it."
+        where = f" Python was in {_frames(stack)} for {format_share(share)} of it."
         cause = words["cause"] or "code of the loop that calls no operator of PyTorch runs between the operators."
         once = f"the host {idle} for {{}}, mostly in {_frames(stack)}"
         return Observation(ns, message + where, cause, words["advice"], by_step=by_step, once=once)

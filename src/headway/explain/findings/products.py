@@ -65,7 +65,7 @@ _UNCOUNTED_WORK = {
     "layer": (
         "a layer computes more than was counted of it, such as experts that multiply every token or positions that "
         "are masked, or the batch has more than count() was given.",
-        "the same step by module and by product (`headway explain` with these breakdowns), beside `headway flops`.",
+        "`headway explain` with --by module and with --by gemm, beside `headway flops`.",
         "",
     ),
 }

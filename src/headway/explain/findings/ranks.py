@@ -192,7 +192,7 @@ def exposed_communication(evidence: StepEvidence) -> Observation | None:
     kind, which = kinds.get(name, _Exchanges()), ""
     if name and all_ns:  # on a crowded machine all of it may have been waiting for a core
         many = kind.number / evidence.num_steps
-        which = f", {kind.ns / all_ns:.0%} of it in {many:,.0f} {name.replace('_', '-')}s a step"
+        which = f", {format_share(kind.ns / all_ns)} of it in {many:,.0f} {name.replace('_', '-')}s a step"
     row = "many" if kind.number > _MANY * evidence.num_steps else name
     # Ranks meet anew in each of many exchanges, so that waiting is theirs; exchanges of shards hide behind work.
     ns = max(ns, kind.ns) if row == "many" and not _is_sharded(evidence) else ns

@@ -38,7 +38,7 @@ _NOT_KNOWN_MESSAGE = "not known: the trace holds no evidence of one."
 _LOOK_HINT = {
     "idle": "the trace in https://ui.perfetto.dev at the longest gap; a profile with stacks (with_stack=True, or "
     "headway.profile) names what the host did.",
-    "kernels": "the same step by module, by kernel and by product (`headway explain` with these breakdowns).",
+    "kernels": "`headway explain` with --by module, --by kernel or --by gemm, which divides the same step further.",
 }
 
 
