@@ -65,7 +65,8 @@ _UNCOUNTED_WORK = {
     "layer": (
         "a layer computes more than was counted of it, such as experts that multiply every token or positions that "
         "are masked, or the batch has more than count() was given.",
-        "`headway explain` with --by module and with --by gemm, beside `headway flops`.",
+        f"`headway explain` with {Argument('by', example='module')} and {Argument('by', example='gemm')}, beside "
+        "`headway flops`.",
         "",
     ),
 }

@@ -27,6 +27,7 @@ from headway.explain.findings.rule import (
 from headway.explain.measurement import MATMUL
 from headway.report import format_ms
 from headway.report.step_lines import NAMES, SLOW
+from headway.words import Argument
 
 _SUBJECTS = (host, pauses, loops, patterns, products, device, ranks, rollout, series)
 RULES: tuple[Rule, ...] = tuple(rule for subject in _SUBJECTS for rule in subject.RULES)
@@ -35,11 +36,10 @@ _NO_LOSS = ("useful", MATMUL, "ceiling")
 _OF_KERNELS = ("memory", "optimizer", "unexplained", f"{SLOW}.")  # lines whose time is operators' alone
 _COVERED = 0.25  # part of a loss from which other findings explain it
 _NOT_KNOWN_MESSAGE = "not known: the trace holds no evidence of one."
-_LOOK_HINT = {
-    "idle": "the trace in https://ui.perfetto.dev at the longest gap; a profile with stacks (with_stack=True, or "
-    "headway.profile) names what the host did.",
-    "kernels": "`headway explain` with --by module, --by kernel or --by gemm, which divides the same step further.",
-}
+_IDLE_HINT = (
+    "the trace in https://ui.perfetto.dev at the longest gap; a profile with stacks (with_stack=True, or "
+    "headway.profile) names what the host did."
+)
 
 
 def find(steps: StepEvidence | None = None, run: RunEvidence | None = None) -> tuple[Finding, ...]:
@@ -144,12 +144,14 @@ def largest_loss(evidence: StepEvidence, covered: Collection[tuple[str, int]]) -
     named_ns = sum(loss for line, loss in covered if key.startswith(line))
     if ns < LEAST * evidence.duration_ns or named_ns >= _COVERED * ns:
         return None
+    rows = [str(Argument("by", example=example)) for example in ("module", "kernel", "gemm")]
+    by_hint = f"`headway explain` with {rows[0]}, {rows[1]} or {rows[2]}, which divides the same step further."
     if key.startswith("idle"):
-        facts, hint = _gaps(evidence, key), _LOOK_HINT["idle"]
+        facts, hint = _gaps(evidence, key), _IDLE_HINT
     elif key.startswith(f"{SLOW}."):
-        facts, hint = f"most of it in {dearest_parts(evidence, MATMUL)} of all products", _LOOK_HINT["kernels"]
+        facts, hint = f"most of it in {dearest_parts(evidence, MATMUL)} of all products", by_hint
     else:
-        facts, hint = f"most of it in {dearest_parts(evidence, key.partition('.')[0])}", _LOOK_HINT["kernels"]
+        facts, hint = f"most of it in {dearest_parts(evidence, key.partition('.')[0])}", by_hint
     name = NAMES.get(key) or f"{SLOW}: {key.removeprefix(f'{SLOW}.')}"
     if evidence.is_cpu:
         name = name.replace("kernels", "operators").replace("idle: host late (launches)", "Python between operators")
