@@ -449,8 +449,7 @@ def recorded_optimizer_loop(evidence: RunEvidence) -> Observation | None:
     return Observation(
         ns * (1 - FUSED_PART),
         f"the optimizer took {evidence.share(ns)} of the time: {loops[-1].get('name')} updates "
-        f"{loops[-1].get('num_tensors')} tensors one after the other; fused it takes about {format_share(FUSED_PART)} "
-        "of that.",
+        f"{loops[-1].get('num_tensors')} tensors one by one; fused it takes about {format_share(FUSED_PART)} of that.",
         "it is neither fused nor in lists (foreach), so that Python launches some ten operators for each tensor.",
         "fused=True, or foreach=True where there is no fused kernel.",
     )
