@@ -29,7 +29,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from headway.errors import HeadwayError
 from headway.log.run_files import METRICS, RUN, write_json
-from headway.meter import Goodput, Meter, Window, clock
+from headway.meter import Goodput, Meter, Window
 from headway.meter.goodput_report import FILE_NAME
 from headway.meter.profile import ProfiledSteps
 from headway.report import format_rate, format_rounded, format_share
@@ -38,6 +38,7 @@ from headway.version import __version__
 _EVERY_S, _LOG_EVERY = 1.0, 20  # time of a record [s], and steps of a record of several ranks
 _LOGGED_SINGLY = 10  # first steps, which have a record each
 _PROFILED = range(10, 13)  # steps of a profile, which are compared with those before
+_LEAST_LOOKS = 32  # steps from one look at a few parameters to the next
 _MOST_SEARCHES = 3  # searches that end without a model
 _UNSEEN = 3  # steps without a forward of the model, after which it is looked for again
 
@@ -101,20 +102,27 @@ class ScriptMeter(Meter):
         options: as for `Meter`.
     """
 
-    watches_parts, looks_every = False, 8
+    watches_parts = False
 
     def __init__(self, model: nn.Module, *, is_training: bool, **options: Any) -> None:
-        self._has_mode, self._logged_s = is_training, 0.0
+        self._has_mode, self._logged_s, self._trained = is_training, 0.0, weakref.ref(model)
         super().__init__(model, watch=True, log_every=sys.maxsize, **options)
+        # a look at the parameters takes longer the more there are
+        self.looks_every = max(_LEAST_LOOKS, len(self.leaves.names) // 2)
 
     @property
     def trains_now(self) -> bool:
         """True if the trained model is in the mode in which it is trained, as far as it is known."""
-        return self.model is None or (bool(self.model.training) if self._has_mode else torch.is_grad_enabled())
+        if not self._has_mode:
+            return torch.is_grad_enabled() or self.model is None
+        model = self._trained()
+        model = self.model if model is None else model  # a wrapper may be gone
+        return model is None or bool(model.training)
 
     def hear_of_forward(self, trains: bool) -> None:
         """Leave training with the first forward of an evaluation, and come back with the next one that trains."""
-        self.got_data()
+        if self._waits_since is not None:
+            self.got_data()
         if trains and self._left_for == "evaluation":
             self.back()
         elif not trains and not self.is_away:
@@ -127,7 +135,7 @@ class ScriptMeter(Meter):
 
     def log_if_due(self) -> None:
         """Write a record of each of the first steps, then one a second; ranks write theirs after the same step."""
-        now_s = clock.now_s()
+        now_s = self._last.host_s
         is_alone = self._ranks is None or self._ranks.size == 1
         is_due = now_s - self._logged_s > _EVERY_S if is_alone else self.num_steps % _LOG_EVERY == 0
         if is_due or self.num_steps <= _LOGGED_SINGLY:
@@ -171,26 +179,23 @@ class _NotedAttribute:
     So no frame of a wrapper is in the tracebacks of data sets.
     """
 
-    def __init__(self, name: str, event: Callable[[], None], *, on_read: bool) -> None:
-        self._name, self._event, self._on_read = name, event, on_read
+    def __init__(self, name: str, *, on_read: Callable[[], None] | None, on_write: Callable[[], None] | None) -> None:
+        self._name, self._on_read, self._on_write = name, on_read, on_write
 
     def __get__(self, iterator: Any, _owner: Any = None) -> Any:
         if iterator is None:
             return self
-        if self._name not in vars(iterator):
+        attributes = vars(iterator)
+        if self._name not in attributes:
             raise AttributeError(self._name)
-        if self._on_read:
-            self._event()
-        return vars(iterator)[self._name]
+        if self._on_read is not None:
+            self._on_read()
+        return attributes[self._name]
 
     def __set__(self, iterator: Any, value: Any) -> None:
         vars(iterator)[self._name] = value
-        if not self._on_read:
-            self._event()
-
-
-# Attributes of an iterator that it reads as it is asked for a batch, and writes once it has one.
-_DATA_EVENTS = {"_profile_name": ScriptMeter.hear_of_wait, "_num_yielded": ScriptMeter.got_data}
+        if self._on_write is not None:
+            self._on_write()
 
 
 class ScriptWatch:
@@ -226,9 +231,11 @@ class ScriptWatch:
         self._num_searches = self._num_unseen = self._num_calls = self._num_steps = 0
         self._handle: Any = None
         self._listen()
-        for name, event in _DATA_EVENTS.items():
-            attribute = _NotedAttribute(name, partial(self._hear, event), on_read=event is ScriptMeter.hear_of_wait)
-            setattr(_BaseDataLoaderIter, name, attribute)
+        # Attributes of an iterator that it reads as it is asked for a batch, and writes once it has one.
+        waits, arrived = partial(self._hear, ScriptMeter.hear_of_wait), partial(self._hear, ScriptMeter.got_data)
+        iterator: Any = _BaseDataLoaderIter
+        iterator._profile_name = _NotedAttribute("_profile_name", on_read=waits, on_write=None)
+        iterator._num_yielded = _NotedAttribute("_num_yielded", on_read=None, on_write=arrived)
         os.register_at_fork(after_in_child=partial(_leave_to_parent, weakref.ref(self)))
 
     def _listen(self) -> None:
@@ -258,11 +265,12 @@ class ScriptWatch:
 
     def _take(self, optimizer: Optimizer) -> None:
         """End a step, or go on with the search for what it trains."""
-        if self._meter is not None and optimizer not in self._known and _owned(self._meter.model, [optimizer]):
+        meter, is_clock = self._meter, self._clock is not None and self._clock() is optimizer
+        if meter is not None and not is_clock and optimizer not in self._known and _owned(meter.model, [optimizer]):
             self._known.add(optimizer)  # the loop goes on with another optimizer of the same model
-            self._clock = weakref.ref(optimizer)
-        if self._clock is not None and self._clock() is optimizer and self._meter is not None:
-            self._end_step(self._meter)
+            self._clock, is_clock = weakref.ref(optimizer), True
+        if meter is not None and is_clock:
+            self._end_step(meter)
         if self._calls is not None:
             self._seen.add(optimizer)
             if self._first is not None and self._first() is optimizer:
@@ -361,8 +369,7 @@ class ScriptWatch:
             return
         self._is_over = True
         self._handle.remove()
-        for name in _DATA_EVENTS:
-            delattr(_BaseDataLoaderIter, name)
+        del _BaseDataLoaderIter._profile_name, _BaseDataLoaderIter._num_yielded
         if self._calls is not None:
             self._calls.close()
         if self._meter is not None:

@@ -1,8 +1,7 @@
 """The boundary between a loop and its observers: an error of an observer never becomes an error of the loop."""
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from typing import Any
 
 
 class ErrorBoundary:
@@ -24,17 +23,31 @@ class ErrorBoundary:
     def __init__(self) -> None:
         self.lost: dict[str, str] = {}
 
-    @contextmanager
-    def guard(self, what: str, consequence: str = "Training goes on without.") -> Iterator[None]:
+    def guard(self, what: str, consequence: str = "Training goes on without.") -> "_Guard":
         """Run a block; an error in it is a warning that names the loss, the first time.
 
         Args:
             what: is lost if the block fails, as a sentence begins with it.
             consequence: that follows, a sentence.
         """
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001 - an observer may fail of anything, and the loop goes on
-            if what not in self.lost:
-                self.lost[what] = f"{type(error).__name__}: {error}"
-                warnings.warn(f"{what}: {self.lost[what]}. {consequence}", RuntimeWarning, stacklevel=3)
+        return _Guard(self.lost, what, consequence)
+
+
+class _Guard:
+    """A block that may fail: a class, which costs a third of a generator."""
+
+    __slots__ = ("_consequence", "_lost", "_what")
+
+    def __init__(self, lost: dict[str, str], what: str, consequence: str) -> None:
+        self._lost, self._what, self._consequence = lost, what, consequence
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _trace: Any) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        if self._what not in self._lost:
+            self._lost[self._what] = f"{type(error).__name__}: {error}"
+            text = f"{self._what}: {self._lost[self._what]}. {self._consequence}"
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
+        return True

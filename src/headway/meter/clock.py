@@ -37,6 +37,8 @@ class Mark:
         host_s: reading of the host's clock; read now when None [s].
     """
 
+    __slots__ = ("_event", "host_s")
+
     def __init__(self, device: Any = None, host_s: float | None = None) -> None:
         self.host_s = now_s() if host_s is None else host_s
         self._event: Any = None

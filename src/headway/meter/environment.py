@@ -113,15 +113,16 @@ class Compilation:
 
         Call it again and again: `torch.compiler.reset` forgets who listens.
         """
-        if "torch._dynamo" not in sys.modules:
-            return
-        from torch._dynamo.callback import callback_handler
+        if self._handler is None:
+            if "torch._dynamo" not in sys.modules:
+                return
+            from torch._dynamo.callback import callback_handler
 
-        self._handler = callback_handler
-        if self._begin not in callback_handler.start_callbacks:
-            callback_handler.register_start_callback(self._begin)
-        if self._end not in callback_handler.end_callbacks:
-            callback_handler.register_end_callback(self._end)
+            self._handler = callback_handler
+        if self._begin not in self._handler.start_callbacks:
+            self._handler.register_start_callback(self._begin)
+        if self._end not in self._handler.end_callbacks:
+            self._handler.register_end_callback(self._end)
 
     def happened(self) -> bool:
         """Go on to listen, and say whether a graph has been made since the last call."""

@@ -5,6 +5,7 @@ import gc
 import inspect
 import itertools
 import sys
+import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +22,13 @@ if TYPE_CHECKING:
 _EVAL_FRAME = "torch/_dynamo/eval_frame.py"  # functions of this file call compiled code
 
 
+class Calls(threading.local):
+    """The calls of watched modules under way, of each thread by itself: the outermost of them is a forward."""
+
+    def __init__(self) -> None:
+        self.stack: list[Any] = []
+
+
 class ModuleHooks:
     """The hooks of a watch, on modules and on the modules that torch.compile made from them.
 
@@ -28,6 +36,9 @@ class ModuleHooks:
         watch: a `ForwardWatch`, which is told that a module begins and ends, and that its hooks are compiled away.
         first: whether its hooks run before those that are there.
         breaks_graphs: whether they run between the parts of a function around the module that is compiled.
+
+    Attributes:
+        blocks: paths of the blocks that are hooked.
     """
 
     def __init__(self, watch: Any, *, first: bool, breaks_graphs: bool) -> None:
@@ -36,17 +47,12 @@ class ModuleHooks:
         self._numbers: dict[int, weakref.ref[nn.Module]] = {}
         self._handles: list[Any] = []
         self._compiled: list[tuple[nn.Module, Any]] = []
-        self._blocks: set[str] = set()
+        self.blocks: frozenset[str] = frozenset()
 
     @property
     def are_on(self) -> bool:
         """Tell whether anything is hooked."""
         return bool(self._numbers)
-
-    @property
-    def blocks(self) -> frozenset[str]:
-        """Paths of the blocks that are hooked."""
-        return frozenset(self._blocks)
 
     def close(self) -> None:
         """Leave all modules as they were."""
@@ -56,7 +62,7 @@ class ModuleHooks:
             module._compiled_call_impl = call
         for number in self._numbers:
             _hooked.pop(number, None)
-        self._numbers, self._handles, self._compiled, self._blocks = {}, [], [], set()
+        self._numbers, self._handles, self._compiled, self.blocks = {}, [], [], frozenset()
 
     def watch(self, module: "nn.Module", original: "nn.Module | None" = None) -> None:
         """Hook a module, the module that it was compiled from, and all modules that torch.compile has made of it."""
@@ -91,7 +97,7 @@ class ModuleHooks:
             block = model.get_submodule(path)
             if not is_compiled(block) and block._compiled_call_impl is None:
                 begins = functools.partial(_block_begins, self._number(block), plain_path(path))
-                self._blocks.add(plain_path(path))
+                self.blocks |= {plain_path(path)}
                 self._handles.append(hook(block, "forward_pre", begins))
 
     def _number(self, module: "nn.Module") -> int:
@@ -248,11 +254,9 @@ def outermost(model: "nn.Module") -> "Iterator[nn.Module]":
 
 def arguments_by_name(module: "nn.Module", args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Give arguments their names; a tuple where the forward takes them by position alone."""
-    from headway.tracing.unwrap import unwrapped
-
     if not args:
         return dict(kwargs)
-    names = _names_of(unwrapped(module).forward)
+    names = _names_of(module)
     if len(args) > len(names):
         if kwargs:
             raise UsageError(f"{type(module).__name__} takes arguments by position and by name that have no name.")
@@ -260,13 +264,17 @@ def arguments_by_name(module: "nn.Module", args: tuple[Any, ...], kwargs: Mappin
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-_names: "weakref.WeakKeyDictionary[Callable[..., Any], list[str]]" = weakref.WeakKeyDictionary()
+_names: "weakref.WeakKeyDictionary[nn.Module, tuple[Any, list[str]]]" = weakref.WeakKeyDictionary()
 
 
-def _names_of(forward: Callable[..., Any]) -> list[str]:
-    """Name the arguments that a forward takes by position, the module itself left out; a class's own is read once."""
-    function = getattr(forward, "__func__", forward)
-    if function not in _names:
-        parameters = inspect.signature(forward).parameters
-        _names[function] = [name for name, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
-    return _names[function]
+def _names_of(module: "nn.Module") -> list[str]:
+    """Name the arguments that a module takes by position, itself left out; they are read once for each forward."""
+    own = vars(module).get("forward", type(module).forward)
+    forward, names = _names.get(module, (None, []))
+    if forward is None or forward() is not own:
+        from headway.tracing.unwrap import unwrapped
+
+        parameters = inspect.signature(unwrapped(module).forward).parameters
+        names = [name for name, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+        _names[module] = weakref.ref(own), names
+    return names

@@ -1,17 +1,22 @@
-"""A model's parameters as leaves of autograd's graphs: which are trained, and which of them a backward reaches."""
+"""A model's parameters as leaves of autograd's graphs: which are trained, and which a forward's backward reaches."""
 
 import functools
 import operator
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_modules
+from torch.utils._python_dispatch import _disable_current_modes
 
 from headway.count import CostModel
 from headway.meter.clock import sharded_groups
-
-if TYPE_CHECKING:
-    from torch import nn
+from headway.meter.step_phases import NamedPhase
+from headway.tracing.unwrap import plain_path, unwrapped
 
 _FEW = 32  # parameters of which a function of C++ finds the nodes faster
 _MOST = 4096  # most entries remembered about one module
@@ -29,20 +34,18 @@ class Leaves:
 
     Attributes:
         names: of the parameters, as a trace of the module names them.
-        step: in which the parameters were looked at last.
-        version: number of the shapes that the parameters have had.
+        step: in which the parameters were looked at last; below 0 if some have come since.
+        version: number of the names and shapes that the parameters have had.
         arrived: bits of parameters with a hook whose gradients have come since this was cleared.
     """
 
-    def __init__(self, module: "nn.Module") -> None:
-        from headway.tracing.unwrap import unwrapped
-
+    def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
         self._inner = weakref.ref(unwrapped(module))
         self.arrived = 0
         self.step = -1
         self.version = 0
-        self._shapes: list[Any] = []
+        self._signature: tuple[tuple[str, ...], list[Any]] = (), []
         self._is_doubtful = False  # whether a backward has reached less than what is trained, for the first time so
         self._bits: dict[tuple[bool, ...], int] = {}
         self._masks: dict[int, tuple[CostModel, dict[int, int | None]]] = {}  # by the identity of a ledger
@@ -50,14 +53,14 @@ class Leaves:
         self._has_nested: dict[tuple[int, int], bool] = {}
         self._hooked: dict[int, Any] = {}  # handles of hooks, by place
         self._list()
+        _listen_to_parts(self)
 
     def _list(self) -> None:
-        from headway.tracing.unwrap import plain_path
-
         inner = self._inner()
         parameters = {} if inner is None else {plain_path(name): p for name, p in inner.named_parameters()}
         self.names, self._parameters = tuple(parameters), [*parameters.values()]
         parts = [] if inner is None else [*inner.modules()]
+        self._parts = {id(part) for part in parts}
         self._groups = [*dict.fromkeys(group for part in parts for group in sharded_groups(part))]
         self._states = [vars(part) for part in parts if hasattr(part, "gradient_checkpointing")]
         self._num_wrapped = sum(type(part).__name__ == "CheckpointWrapper" for part in parts)
@@ -69,10 +72,20 @@ class Leaves:
         ]
 
     def close(self) -> None:
-        """Leave the parameters as they were."""
+        """Leave the parameters and torch as they were."""
+        self._unhook()
+        _leaves.discard(self)
+        _listen_to_parts()
+
+    def _unhook(self) -> None:
         for handle in self._hooked.values():
             handle.remove()
         self._hooked = {}
+
+    def note_part(self, module: nn.Module) -> None:
+        """Note that a module gets a part or a parameter: if it is one of these, they are to be looked at again."""
+        if id(module) in self._parts:
+            self.step = -1
 
     def signature(self) -> tuple[tuple[str, ...], list[Any]]:
         """Give the names and shapes of the parameters that the module has now."""
@@ -80,13 +93,13 @@ class Leaves:
             len(container) == len(items) and all(map(operator.is_, container.values(), items))
             for container, items in self._tree
         ):
-            self.close()
+            self._unhook()
             self._list()
             self._is_doubtful = False
-        shapes = [parameter.shape for parameter in self._parameters]
-        if shapes != self._shapes:
-            self._shapes, self.version = shapes, self.version + 1
-        return self.names, shapes
+        signature = self.names, [parameter.shape for parameter in self._parameters]
+        if signature != self._signature:
+            self._signature, self.version = signature, self.version + 1
+        return signature
 
     @property
     def checkpointed(self) -> tuple[int, list[Any]]:
@@ -118,9 +131,6 @@ class Leaves:
         They belong to a forward, after which they are asked for: a parameter may be given another shape, and its node
         must then go.
         """
-        import torch
-        from torch.utils._python_dispatch import _disable_current_modes
-
         gathered = self._gathered()
         leaves = [gathered.get(id(parameter), parameter) for parameter in self._parameters]
         places = [i for i, leaf in enumerate(leaves) if trained >> i & 1 and leaf is not None and leaf.requires_grad]
@@ -157,8 +167,6 @@ class Leaves:
         return bits
 
     def _planned(self, nodes: Sequence[Any]) -> int:
-        import torch
-
         runs = torch._C._will_engine_execute_node
         try:
             flags = tuple([node is not None and runs(node) for node in nodes])
@@ -190,10 +198,74 @@ class Leaves:
         return sum(1 << i for i, name in enumerate(names) if name in places and bits >> places[name] & 1)
 
 
+class Plan:
+    """What backwards through forwards of one kind have reached; a forward of another kind makes another graph.
+
+    Attributes:
+        reached: bits of the parameters, by the place among the results through which the backward came first.
+        is_at_top: whether it came through one of the results themselves, and not through one within an object there.
+        bill: what the last of them was billed, behind all that decides the bill; None before.
+    """
+
+    __slots__ = ("bill", "is_at_top", "reached")
+
+    def __init__(self) -> None:
+        self.reached: dict[int, int] = {}
+        self.is_at_top = False
+        self.bill: tuple[Any, Any] | None = None
+
+
+class WatchedForward:
+    """One forward of a watched module, and the work of its backwards until now.
+
+    Args:
+        module: that runs.
+        leaves: its parameters.
+        phase: the phase in which it runs.
+        has_gradients: whether gradients are on.
+    """
+
+    # Most forwards keep these, and a class makes them at no cost.
+    has_rerun = False  # whether a backward has run it once more, to its end
+    is_known = False  # whether silence means that no backward has come
+    is_counted = False
+    ran: frozenset[str] = frozenset()  # blocks that have begun, of those that may be left out
+    dropped: frozenset[str] = frozenset()  # blocks that it left out
+    trained = 0  # bits of the parameters that required a gradient
+    inputs: tuple[Any, ...] = ()  # names or places of its arguments that did
+    cost_model: CostModel | None = None  # ledger that counts the forward; None if its shapes are traced
+    batch: Any = None  # a result of `read_or_copy`, or arguments without data; None where their shapes are known
+    plan: Plan | None = None  # None without gradients
+    came_by = 0  # place among the results through which a backward came first
+    key: Any = None  # parameters and shapes that decide a trace; None where more than shapes does
+    shapes: Any = None  # shapes of its arguments, if gradients are off
+    reached: int | None = None  # bits of the parameters that backwards gave a gradient; None before any came
+    answered: frozenset[Any] = frozenset()  # names or places among `inputs` that backwards gave a gradient
+
+    def __init__(self, module: nn.Module, leaves: Leaves, phase: NamedPhase | None, *, has_gradients: bool) -> None:
+        self.module, self.leaves = weakref.ref(module), leaves
+        self.phase, self.has_gradients = phase, has_gradients
+        self.exception = sys.exception()  # the exception that is handled around it
+        self.is_again = torch._C._current_autograd_node() is not None  # a backward runs it once more
+        self.nodes_before = torch._C._autograd._get_sequence_nr()  # nodes that this thread has made in graphs
+
+    @property
+    def has_backward(self) -> bool:
+        """Tell whether a backward came, or may have come where nobody could tell."""
+        return self.has_gradients and not self.is_known if self.reached is None else True
+
+    @property
+    def differentiated(self) -> tuple[Any, ...]:
+        """Names or places of the arguments that were given a gradient."""
+        return tuple(name for name in self.inputs if self.reached is None or name in self.answered)
+
+    def trained_of(self, cost_model: CostModel) -> int | None:
+        """Bits of a ledger's parameters that were given a gradient; None if the module's parameters are others."""
+        return self.leaves.mask(cost_model, self.trained if self.reached is None else self.reached)
+
+
 def node_of(tensor: Any) -> Any:
     """Return the node of autograd's graph from which a tensor's gradient comes; of a leaf the one that keeps it."""
-    import torch
-
     if tensor.grad_fn is not None:
         return tensor.grad_fn
     with torch.enable_grad():
@@ -203,7 +275,6 @@ def node_of(tensor: Any) -> Any:
 @functools.cache
 def _together() -> Any:
     """Make the function that stands in front of several tensors, once: torch makes a second class for each."""
-    import torch
 
     class Together(torch.autograd.Function):
         @staticmethod
@@ -215,8 +286,6 @@ def _together() -> Any:
 
 def _edges(tensors: Sequence[Any]) -> Any:
     """Return the nodes of several tensors, and the places of their results, by one function in front of them all."""
-    import torch
-
     if len(tensors) < _FEW and all(type(tensor) is torch.nn.Parameter for tensor in tensors):
         function: Any = torch._C._functions.DelayedError("", len(tensors))
         return function(*tensors)[0].grad_fn.next_functions
@@ -226,8 +295,6 @@ def _edges(tensors: Sequence[Any]) -> Any:
 
 def will_run(node: Any) -> bool:
     """Say whether the backward that runs now computes the gradient of a node; to be asked within a backward."""
-    import torch
-
     try:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # torch's answer for a leaf whose gradient `autograd.grad` returns
@@ -236,8 +303,6 @@ def will_run(node: Any) -> bool:
 
 def _has_functions() -> bool:
     """Say whether a graph has functions written in Python, in which backwards of their own may run."""
-    import torch
-
     node: Any = torch._C._current_autograd_node()
     waiting, visited = [node], {node}
     while waiting:
@@ -256,18 +321,47 @@ def _note_gradient(leaves: "Callable[[], Leaves | None]", bit: int, _gradient: A
         owner.arrived |= bit
 
 
+_leaves: "weakref.WeakSet[Leaves]" = weakref.WeakSet()
+_handles: list[Any] = []
+
+
+def _listen_to_parts(leaves: Leaves | None = None) -> None:
+    """Hear of each module and parameter that any module gets, as long as there are leaves."""
+    if leaves is not None:
+        _leaves.add(leaves)
+    if _leaves and not _handles:
+        _handles.append(torch_modules.register_module_module_registration_hook(_note_part))
+        _handles.append(torch_modules.register_module_parameter_registration_hook(_note_part))
+    while _handles and not _leaves:
+        _handles.pop().remove()
+
+
+def _note_part(module: nn.Module, _name: str, _part: Any) -> None:
+    if not torch.compiler.is_compiling():
+        for leaves in tuple(_leaves):
+            leaves.note_part(module)
+
+
+def _values_in(results: Any) -> Iterable[Any]:
+    """List what a mapping, a sequence or any object holds."""
+    if isinstance(results, torch.Tensor):
+        return (results,)
+    if isinstance(results, list | tuple):
+        return results
+    if isinstance(results, str | bytes):
+        return ()
+    if callable(values := getattr(results, "values", None)):
+        return values()  # type: ignore[no-any-return]  # of a mapping
+    return vars(results).values() if hasattr(results, "__dict__") else ()
+
+
+def tensors_at_top(results: Any) -> list[Any]:
+    """List the tensors among a forward's results that no object there holds."""
+    return [value for value in _values_in(results) if isinstance(value, torch.Tensor)]
+
+
 def tensors_in(results: Any, depth: int = 0) -> Sequence[Any]:
     """List the tensors among a forward's results, within mappings, sequences, and at last any object."""
-    import torch
-
     if isinstance(results, torch.Tensor):
         return [results]
-    if depth > 3 or isinstance(results, str | bytes):
-        return ()
-    if hasattr(results, "values") and callable(results.values):
-        values = results.values()
-    elif isinstance(results, list | tuple):
-        values = results
-    else:
-        values = vars(results).values() if hasattr(results, "__dict__") else ()
-    return [tensor for value in values for tensor in tensors_in(value, depth + 1)]
+    return [] if depth > 3 else [t for value in _values_in(results) for t in tensors_in(value, depth + 1)]

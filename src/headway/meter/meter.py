@@ -3,7 +3,6 @@
 import atexit
 import math
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -27,10 +26,10 @@ from headway.meter.environment import (
     traffic_or_warn,
 )
 from headway.meter.goodput import Goodput
+from headway.meter.hooks import Calls
 from headway.meter.phases import PhaseTimer
 from headway.meter.step_meter import StepMeter
 from headway.meter.tally import Sums, Tally
-from headway.meter.watch import ForwardWatch
 from headway.meter.window import Window
 
 T = TypeVar("T")
@@ -201,7 +200,7 @@ class Meter(StepMeter):
         self._own = {0}  # places of the trained model's
         self._forward_traffic = {}
         self._note_traffic(0, model)
-        self._watches = []
+        self._warned, self.calls, self._watches = set(), Calls(), []
         self._add_others(others)
         self.ceiling = ceiling
         self.memory_bytes_per_s = memory_bytes_per_s or bandwidth_of(self.device)
@@ -215,7 +214,6 @@ class Meter(StepMeter):
             batch_ranks=self.batch_share.ranks,
             devices=self.phase_devices,
         )
-        self._warned, self.calls = set(), threading.local()
         # forwards are timed where there is a module, and steps wait here until the device has passed them
         if not isinstance(model, CostModel):
             self._forwards = ForwardTimer(model, self._mark)
@@ -226,6 +224,8 @@ class Meter(StepMeter):
         self._batches = []
         self._pending = self._make_pending(keeps_steps=False)
         if watch is not False and self.model is not None:
+            from headway.meter.watch import ForwardWatch
+
             counts = bool(watch) or not self.cost_model.rows
             self.add_watch(ForwardWatch(model, self, counts=counts))
         self.log_every = log_every

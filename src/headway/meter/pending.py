@@ -3,7 +3,7 @@
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from headway.count import CostModel, FlopCount, Generation, Workload
 from headway.count.cost_model import By
@@ -16,11 +16,11 @@ from headway.meter.step_clock import StepTime
 from headway.meter.step_phases import REST
 from headway.meter.tally import AWAY_FOR, NS, WHOLE, Sums, add_count, add_quantities, added, left_out
 
-_MOST = 128  # steps, or batches, after which they are added up without waiting for a log that may never come
+_MOST = 128  # batches, or steps that another rank may leave out, after which they are added up without a log
+_FEW = 8  # other steps: objects that live long make Python's garbage collections long
 
 
-@dataclass(frozen=True, slots=True)
-class Billing:
+class Billing(NamedTuple):
     """Rule by which a batch is billed."""
 
     model: int = 0  # number of the model that computed the batch; 0 is the trained one
@@ -42,7 +42,7 @@ class Billing:
         """True if the batch trains the model: its own forward, with a backward."""
         return self.own and not self.forward_only
 
-    def count(self, workload: Workload, cost_models: Sequence[CostModel], by: By = "component") -> FlopCount:
+    def flops(self, workload: Workload, cost_models: Sequence[CostModel], by: By = "component") -> FlopCount:
         """Count the FLOPs of a workload under this billing, recomputation of the trained model included."""
         cost_model = cost_models[self.model].with_input_gradients(self.input_gradients)
         if self.trained is not None:
@@ -82,7 +82,7 @@ def _as_it_ran(billed: Billing, forward: Any, models: Sequence[CostModel]) -> Bi
     trained = forward.trained_of(ledger) if forward.has_backward else None
     if trained is not None:
         trained = None if trained == ledger.trained else ledger.training(trained).trained
-    return replace(billed, forward_only=not forward.has_backward, trained=trained, dropped=forward.dropped)
+    return billed._replace(forward_only=not forward.has_backward, trained=trained, dropped=forward.dropped)
 
 
 @dataclass(slots=True)
@@ -140,7 +140,7 @@ class PendingSteps:
 
     def add_up(self) -> None:
         """Add up the steps that the device has passed, if there are many: a log that takes them may never come."""
-        if len(self.steps) < _MOST:
+        if len(self.steps) < (_MOST if self._keeps_steps else _FEW):
             return
         if not self._keeps_steps:
             self._collect()
@@ -180,17 +180,17 @@ class PendingSteps:
     def _collect(self) -> None:
         for step in self._passed():
             self._take_in(step, counted=not step.left_out)
-            if sum(map(len, self._work.values())) >= _MOST:
-                self._sums = self._counted()
+        if sum(map(len, self._work.values())) >= _MOST:
+            self._sums = self._counted()
 
     def _take_in(self, step: PendingStep, *, counted: bool) -> None:
         sums = self._sums
         time = step.time
         # a step lasts from the end of the one before, time away taken out
         wall_ns = max(0, round((time.end.seconds_since(self._last_end) - time.away_s) * NS))
-        wait_ns = round(sum(wait.seconds for wait in time.waits) * NS) if time.waits else 0
-        if self._goodput is not None:  # goodput has charged all the host's waiting to data
-            waited_ns = round(sum(wait.end.host_s - wait.begin.host_s for wait in time.waits) * NS)
+        wait_ns = round(sum([wait.seconds for wait in time.waits]) * NS)
+        if self._goodput is not None and time.waits:  # goodput has charged all the host's waiting to data
+            waited_ns = round(sum([wait.end.host_s - wait.begin.host_s for wait in time.waits]) * NS)
             if waited_ns > wait_ns:  # while the host waited for data, the device still computed
                 self._goodput.move("data wait", "step", waited_ns - wait_ns)
         self._last_end = time.end
@@ -205,9 +205,7 @@ class PendingSteps:
         # batches whose tokens another rank counts are empty here
         scored: dict[str, Counter[int]] = defaultdict(Counter)  # tokens of frozen models, by phase and model
         for batch, billed in step.batches:
-            work = batch
-            if billed.elsewhere or not isinstance(batch, Workload):
-                work = self._work_of(batch, billed)
+            work = batch if isinstance(batch, Workload) and not billed.elsewhere else self._work_of(batch, billed)
             self._work[billed].append(work)
             sums[WHOLE, "num_batches"] += billed.trains and billed.counts_tokens
             if billed.model and billed.forward_only and isinstance(work, Workload):
@@ -215,11 +213,10 @@ class PendingSteps:
         sums[WHOLE, "wall_ns"] += wall_ns
         sums[WHOLE, "data_wait_ns"] += min(wait_ns, wall_ns)
         sums[WHOLE, "away_ns"] += round(time.away_s * NS)
-        if step.forwards:  # busy: inside of forwards and backwards, without waits for data in them
-            busy_s = sum(span.seconds - sum(wait.seconds for wait in waits) for span, waits in step.forwards)
-            sums[WHOLE, "busy_ns"] += round(busy_s * NS)
+        # busy: inside of forwards and backwards, without waits for data in them
+        busy_s = sum([span.seconds - sum([wait.seconds for wait in waits]) for span, waits in step.forwards])
+        sums[WHOLE, "busy_ns"] += round(busy_s * NS)
         sums[WHOLE, "collection_ns"] += round(time.collection_s * NS)
-        sums[WHOLE, "core_wait_ns"] += time.core_wait_ns
         sums[WHOLE, "num_profiled"] += step.profiled
         self._take_phases(step, wall_ns)
         for phase, tokens in scored.items():
@@ -278,7 +275,7 @@ class PendingSteps:
         for billed, work in self._work.items():
             workloads = [item.workload if isinstance(item, Generation) else item for item in work]
             workload = Workload.total(workloads)
-            count = billed.count(workload, self._cost_models)
+            count = billed.flops(workload, self._cost_models)
             # FLOPs of the ranks' own devices; tokens that the model learns from
             is_here, trains = billed.phase not in self._elsewhere, billed.trains and billed.counts_tokens
             if is_here and billed.is_timed and billed.own:

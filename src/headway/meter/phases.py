@@ -130,7 +130,7 @@ class PhaseTimer:
         self.optimizer: dict[str, Any] = {}
         self.looks: Collection[Any] = ()
         self.on_gap: Callable[[str, str], None] = lambda _border, _name: None
-        self._mark, self._boundary = mark, boundary
+        self._mark, self.guard = mark, boundary.guard(_PRODUCT)
         self._is_sampled = False
         self._spans: list[tuple[str, Span]] = []
         self._has_queue, self._even = has_queue, None if not has_queue else mark()
@@ -144,7 +144,7 @@ class PhaseTimer:
         self._forwards = forwards
         self._on_gradient = _Hook(self, PhaseTimer.backward_begins)
         self._handles: list[Any] = []
-        with boundary.guard(_PRODUCT):
+        with self.guard:
             self._hook()
 
     @property
@@ -204,11 +204,14 @@ class PhaseTimer:
             passes = StepPasses(*counts, max(self._updates.values(), default=0))
             phases = StepPhases(self._spans, self._even, passes)
         self._is_sampled = bool(self._handles) and (last_s >= _LONG_S or number % _EVERY == 1)
-        self._spans, self._since = [], mark
+        if self._spans or phases is not None:
+            self._spans = []
+        self._since = mark
         if number == 1 and self._has_queue:  # the meter has waited for the device
             self._even = mark
         self._border, self._lasts, self._depth = "after", False, 0
-        self._clear_passes()
+        if self._is_sampled:
+            self._clear_passes()
         return phases
 
     def begin(self, phase: str, mark: Mark | None = None) -> None:
@@ -296,7 +299,7 @@ class PhaseTimer:
         self.end("forward", mark)
         self._num_forwards += torch.is_grad_enabled()
         if self._is_sampled:
-            with self._boundary.guard(_PRODUCT):
+            with self.guard:
                 for result in _with_gradient(results):
                     result.register_hook(self._on_gradient)
 
@@ -321,10 +324,12 @@ class PhaseTimer:
         if self._depth > 1:
             return
         self.begin("optimizer")
+        if not self._is_sampled:
+            return
         self._updates[id(optimizer)] = self._updates.get(id(optimizer), 0) + 1
         if self._seen_optimizer is None or self._seen_optimizer() is not optimizer:
             self._seen_optimizer = weakref.ref(optimizer)
-            with self._boundary.guard(_PRODUCT):
+            with self.guard:
                 self.optimizer = update_of(optimizer)
 
     def after_update(self, _optimizer: Any, _args: Any, _options: Any) -> None:
@@ -406,5 +411,5 @@ class _Hook:
         import torch
 
         if not torch.compiler.is_compiling() and (timer := self._timer()) is not None:
-            with timer._boundary.guard(_PRODUCT):
+            with timer.guard:
                 self._method(timer, *args)

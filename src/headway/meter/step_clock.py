@@ -33,7 +33,6 @@ class StepTime(NamedTuple):
     phases: StepPhases | None  # phases of a sampled step; None for others
     collection_s: float  # time of Python's garbage collections [s]
     compiled: bool  # whether something was compiled in it
-    core_wait_ns: int = 0  # time for which the loop's thread waited for a core; 0 where a device computes [ns]
 
 
 class LoopWatcher:
@@ -113,6 +112,7 @@ class StepClock:
         self._left_s: float | None = None
         self._left_for: Bucket | None = None
         self._away_for_s: dict[str, float] = {}
+        self._queue = device if device is not None and device.type == "cuda" else None
         self._last = self._mark()
 
     def start(self) -> None:
@@ -158,7 +158,8 @@ class StepClock:
         if self._phases is not None:
             self._phases.begin("data", self._waits_since)
         self._charge("data wait")
-        self._tell_watchers("begin", "data_wait")
+        if self.watchers:
+            self._tell_watchers("begin", "data_wait")
 
     def got_data(self) -> None:
         """Note that the loop has its batch; without an `await_data` before, nothing happens."""
@@ -170,7 +171,8 @@ class StepClock:
         if self._phases is not None:
             self._phases.end("data", end)
         self._charge("step")
-        self._tell_watchers("end", "data_wait")
+        if self.watchers:
+            self._tell_watchers("end", "data_wait")
 
     def exchanging(self) -> AbstractContextManager[None]:
         """Note that ranks wait for each other within a block, so that it is no rank's own time."""
@@ -349,7 +351,6 @@ class StepClock:
             None if self._phases is None else self._phases.next_step(num_steps + 2, end, last_s),
             self._collections.take(),
             self._compilation.happened(),
-            self._core_waited(),
         )
         self._waits, self._away_for_s, self._last = [], {}, end
         return time
@@ -393,7 +394,7 @@ class StepClock:
                     watcher.give_up()
 
     def _mark(self) -> Mark:
-        return meter_clock.Mark(self.device, self._clock())
+        return meter_clock.Mark(self._queue, self._clock())
 
     def _charge(self, bucket: Bucket) -> None:
         if self.goodput is not None:

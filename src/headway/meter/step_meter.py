@@ -1,13 +1,12 @@
 """Work of every meter of a loop: it knows the model's costs, and keeps each step until the device has passed it."""
 
 import sys
-import threading
 import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from headway.count import CostModel, Generation, Workload
 from headway.devices import Peak
@@ -17,7 +16,7 @@ from headway.meter import pauses
 from headway.meter.batch_share import BatchShare
 from headway.meter.batches import input_gradients_of, read_or_copy
 from headway.meter.environment import in_components_of, largest_memory, ledger_of, recompute_of
-from headway.meter.leaves import Leaves
+from headway.meter.hooks import Calls
 from headway.meter.memory_traffic import ForwardTraffic
 from headway.meter.pending import Billing, PendingStep, PendingSteps, as_they_ran
 from headway.meter.phases import data_parallel_around
@@ -25,8 +24,11 @@ from headway.meter.slow_code import slow_code_of, slow_code_of_loop
 from headway.meter.step_clock import LoopWatcher, StepClock
 from headway.meter.step_phases import REST, NamedPhase
 from headway.meter.tally import WHOLE, Sums, Tally
-from headway.meter.watch import ForwardWatch
 from headway.meter.window import Window
+
+if TYPE_CHECKING:
+    from headway.meter.leaves import Leaves
+    from headway.meter.watch import ForwardWatch
 
 
 class StepMeter(StepClock, ABC):
@@ -58,7 +60,7 @@ class StepMeter(StepClock, ABC):
     second_backward = ""
     watches_parts = True
     looks_every = 1
-    calls: threading.local
+    calls: Calls
     _counts_tokens = True
     _has_looked_at_loop = False
     _has_own_ledger: bool  # whether the loop gave the cost model
@@ -68,7 +70,7 @@ class StepMeter(StepClock, ABC):
     _tally: Tally
     _traffic: Any
     _forward_traffic: dict[int, ForwardTraffic]
-    _watches: list[ForwardWatch]
+    _watches: "list[ForwardWatch]"
     _leaves: "weakref.ref[Leaves] | None" = None  # leaves of the trained model, which its watch holds
     _batches: list[tuple[Any, Billing]]
     _warned: set[str]  # texts of warnings, or what they are about
@@ -125,6 +127,8 @@ class StepMeter(StepClock, ABC):
             ledger = in_components_of(ledger, ledger.name)
             self.models.append(ledger)
             self._note_traffic(len(self.models) - 1, other)
+            from headway.meter.watch import ForwardWatch
+
             self.add_watch(ForwardWatch(other, self, ledger, is_trained=False))
 
     def _note_traffic(self, place: int, model: Any) -> None:
@@ -158,25 +162,33 @@ class StepMeter(StepClock, ABC):
         """Hear that a watched module begins to run, for loops that do not say themselves when they evaluate."""
 
     @property
-    def leaves(self) -> Leaves:
+    def leaves(self) -> "Leaves":
         """Parameters of the trained model, which is a module."""
         leaves = None if self._leaves is None else self._leaves()
         if leaves is None:
+            from headway.meter.leaves import Leaves
+
             leaves = Leaves(self.model)
             self._leaves = weakref.ref(leaves)
             self._signature, self._checkpointed = leaves.signature(), leaves.checkpointed
         return leaves
 
-    def add_watch(self, watch: ForwardWatch) -> None:
+    def add_watch(self, watch: "ForwardWatch") -> None:
         """Count the forwards of one more watch, which comes in place of one of the trained model, with each step."""
         for other in [other for other in self._watches if other.is_trained and watch.is_trained]:
             other.close()
             self._watches.remove(other)
         self._watches.insert(0 if watch.is_trained else len(self._watches), watch)
 
-    def follow(self, leaves: Leaves) -> None:
-        """Look up a model's parameters once a step, and trace the trained model again if they have changed."""
-        if leaves.step == self.num_steps or (self.num_steps % self.looks_every and leaves.step >= 0):
+    def follow(self, leaves: "Leaves", *, at_once: bool = False) -> None:
+        """Look up a model's parameters once a step, and trace the trained model again if they have changed.
+
+        Args:
+            leaves: the parameters.
+            at_once: whether a forward has run as none before.
+        """
+        is_due = leaves.step < 0 or (leaves.step != self.num_steps and not self.num_steps % self.looks_every)
+        if not is_due and not at_once:
             return
         leaves.step = self.num_steps
         signature, checkpointed = leaves.signature(), leaves.checkpointed
@@ -290,11 +302,17 @@ class StepMeter(StepClock, ABC):
         if gradients:
             ledger.with_input_gradients(gradients)  # refuses those that it does not know
         work = batch if isinstance(batch, Workload) else read_or_copy(batch, ledger)
-        self.bill(work, phase, ledger, forward_only=forward_only, input_gradients=gradients, trained=trained)
+        billed = self.billing(phase, ledger, forward_only=forward_only, input_gradients=gradients, trained=trained)
+        self.bill(work, billed)
 
-    def bill(
+    def bill(self, work: Any, billed: Billing) -> None:
+        """Add a forward to the step, as `read_or_copy` left it, perhaps after its phase."""
+        if not self.has_started or self._run is not None:
+            self.start()
+        self._batches.append((work, billed))
+
+    def billing(
         self,
-        work: Any,
         phase: NamedPhase | None,
         cost_model: CostModel,
         *,
@@ -302,16 +320,14 @@ class StepMeter(StepClock, ABC):
         input_gradients: tuple[str, ...] = (),
         trained: int | None = None,
         **ran: Any,
-    ) -> None:
-        """Add a forward to the step, as `read_or_copy` left it, perhaps after its phase; `ran` is for its `Billing`."""
-        if not self.has_started or self._run is not None:
-            self.start()
+    ) -> Billing:
+        """Make the rule by which a forward is billed; `ran` is the rest of it."""
         which = 0 if cost_model is self.models[0] else self._place_of(cost_model)
         forward_only = forward_only or (phase is not None and phase.forward_only)
         if trained is not None and not forward_only:
             ledger = cost_model.with_input_gradients(input_gradients)
             trained = None if trained == ledger.trained else ledger.training(trained).trained
-        billed = Billing(
+        return Billing(
             which,
             forward_only,
             () if forward_only else input_gradients,
@@ -324,7 +340,6 @@ class StepMeter(StepClock, ABC):
             recompute=self.recompute,
             **ran,
         )
-        self._batches.append((work, billed))
 
     @property
     def model(self) -> Any:
@@ -405,6 +420,9 @@ class StepMeter(StepClock, ABC):
             sums[WHOLE, "num_without_energy"] += 1
         else:
             self._energy.add_to(sums)
+        core_wait_ns = self._core_waited()
+        if sums[WHOLE, "num_steps"]:  # steps that are left out count no waits
+            sums[WHOLE, "core_wait_ns"] += core_wait_ns
         if self._sampler is not None:
             self._sampler.add_to(sums)
         largest = 0

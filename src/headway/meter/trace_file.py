@@ -84,7 +84,7 @@ def step_facts(meter: StepMeter, step: PendingStep) -> dict[str, Any]:
             continue  # other devices ran it, which are not in the trace
         workload = workload_of(batch, meter.models[billed.model])
         trained += [workload] if billed.trains else []
-        count += billed.count(workload, meter.models)
+        count += billed.flops(workload, meter.models)
     workload = Workload.total(trained)
     shares = count.split(meter.batch_share.ranks)
     padding = flops_on_padding(meter.cost_model, workload, meter.recompute, meter.batch_share.ranks)
@@ -102,7 +102,7 @@ def _packs(meter: StepMeter, step: PendingStep) -> list[dict[str, Any]]:
         if billed.model or billed.phase in meter.phase_devices:
             continue
         workload = workload_of(batch, meter.cost_model)
-        count = billed.count(workload, meter.models, by="layer").split(meter.batch_share.ranks)[0]
+        count = billed.flops(workload, meter.models, by="layer").split(meter.batch_share.ranks)[0]
         attention: dict[str, list[int]] = {}
         for row in count.rows:
             if (row.name, row.driver) in attends:

@@ -10,69 +10,27 @@ which parameters and arguments it gives a gradient (`leaves.py`). Nothing waits 
 
 import functools
 import sys
-import threading
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
+
+import torch
+from torch import nn
 
 from headway.count import CostModel, Workload
 from headway.errors import UsageError, WorkloadError
 from headway.meter.batches import input_gradients_of, read_or_copy, refuse_cached_keys
 from headway.meter.environment import in_components_of
-from headway.meter.hooks import ModuleHooks, arguments_by_name, is_compiled, outermost
-from headway.meter.leaves import Leaves, node_of, tensors_in, will_run
-from headway.meter.step_phases import NamedPhase
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from headway.tracing.shapes import ShapeTraces
+from headway.meter.hooks import Calls, ModuleHooks, arguments_by_name, is_compiled, outermost
+from headway.meter.leaves import Leaves, Plan, WatchedForward, node_of, tensors_at_top, tensors_in, will_run
+from headway.tracing.shapes import ShapeTraces, shape_key, without_data
+from headway.tracing.unwrap import unwrapped
 
 _ONE_CALL = Workload(packs=1)  # one forward of the shapes that it was traced on
 _MOST_SHAPES = 512  # traced shapes of one module
-
-
-@dataclass(eq=False, slots=True)
-class WatchedForward:
-    """One forward of a watched module, and the work of its backwards until now."""
-
-    module: "weakref.ref[nn.Module]"
-    leaves: Leaves
-    phase: NamedPhase | None  # the phase in which it ran
-    has_gradients: bool  # whether gradients were on
-    exception: BaseException | None  # the exception that was handled around it
-    is_again: bool = False  # whether a backward runs it once more
-    has_rerun: bool = False  # whether one has, to its end
-    ran: set[str] = field(default_factory=set)  # blocks that have begun, of those that may be left out
-    dropped: frozenset[str] = frozenset()  # blocks that it left out
-    trained: int = 0  # bits of the parameters that required a gradient
-    inputs: tuple[Any, ...] = ()  # names or places of its arguments that did
-    cost_model: CostModel | None = None  # ledger that counts the forward; None if its shapes are traced
-    batch: Any = None  # a result of `read_or_copy`, or arguments without data; None where their shapes are known
-    plan: Any = None  # trained parameters, and the forward's place in its step
-    key: Any = None  # parameters and shapes that decide a trace; None where more than shapes does
-    shapes: Any = None  # shapes of its arguments
-    is_known: bool = False  # whether silence means that no backward has come
-    reached: int | None = None  # bits of the parameters that backwards gave a gradient; None before any came
-    answered: set[Any] = field(default_factory=set)  # names or places among `inputs` that backwards gave a gradient
-    is_counted: bool = False
-
-    @property
-    def has_backward(self) -> bool:
-        """Tell whether a backward came, or may have come where nobody could tell."""
-        return self.has_gradients and not self.is_known if self.reached is None else True
-
-    @property
-    def differentiated(self) -> tuple[Any, ...]:
-        """Names or places of the arguments that were given a gradient."""
-        return tuple(name for name in self.inputs if self.reached is None or name in self.answered)
-
-    def trained_of(self, cost_model: CostModel) -> int | None:
-        """Bits of a ledger's parameters that were given a gradient; None if the module's parameters are others."""
-        return self.leaves.mask(cost_model, self.trained if self.reached is None else self.reached)
+_MOST_PLANS = 4096  # plans of backwards of one watch
 
 
 class ForwardWatch:
@@ -98,7 +56,7 @@ class ForwardWatch:
 
     def __init__(
         self,
-        model: "nn.Module",
+        model: nn.Module,
         meter: Any,
         cost_model: "CostModel | Callable[[], CostModel | None] | None" = None,
         *,
@@ -109,8 +67,6 @@ class ForwardWatch:
         breaks_graphs: bool = False,
         is_headless: bool = False,
     ) -> None:
-        from headway.tracing.unwrap import unwrapped
-
         inner = unwrapped(model)
         self.name, self.counts, self.is_trained = type(inner).__name__, counts, is_trained
         self.num_calls, self.is_lost, self._has_warned, self._is_closed = 0, False, False, False
@@ -118,7 +74,7 @@ class ForwardWatch:
         self._workload, self._phase, self._is_headless = workload, phase, is_headless
         self._model, self._inner = weakref.ref(model), weakref.ref(inner)
         self._own_forward = vars(model).get("forward")
-        self._own_calls: threading.local | None = None  # calls of a watch within another's forwards
+        self._calls: Calls = meter.calls  # a watch within another's forwards has its own
         self._owner: ForwardWatch | None = None  # the owner outlives a watch of the model without its head
         # forwards of this step; those whose backward came after their step; and the forwards that each backward under
         # way has come to, with the parameters that it reaches
@@ -128,7 +84,7 @@ class ForwardWatch:
         self._leaves: weakref.WeakKeyDictionary[nn.Module, Leaves] = weakref.WeakKeyDictionary()
         self._traces: weakref.WeakKeyDictionary[nn.Module, ShapeTraces] = weakref.WeakKeyDictionary()
         self._by_key: dict[Any, CostModel] = {}  # ledgers of shapes that have been traced
-        self._reached: dict[Any, int] = {}  # parameters that the last backward of a forward's plan reached
+        self._plans: dict[Any, Plan] = {}  # by all that is known of a forward's graph
         if is_trained and not is_headless:
             self._leaves[inner] = meter.leaves
         self._hooks = ModuleHooks(self, first=phase is not None, breaks_graphs=breaks_graphs)
@@ -165,7 +121,7 @@ class ForwardWatch:
         self._backwards.clear()
         self._traces.clear()
         self._by_key.clear()
-        self._reached.clear()
+        self._plans.clear()
 
     def settle(self) -> None:
         """Count the step's forwards; shapes that are new are traced here, in no step's time.
@@ -186,45 +142,48 @@ class ForwardWatch:
 
     def take(self) -> list[WatchedForward]:
         """Give the forwards since the last call."""
-        self._stack.clear()  # an interrupt leaves entries
+        self._calls.stack.clear()  # an interrupt leaves entries
         self._backwards.clear()
         forwards, self._forwards[:] = [*self._forwards], []
+        for forward in forwards:
+            if forward.plan is not None and forward.reached is None:
+                forward.plan.is_at_top = False  # the next backward may come through any result
         return forwards
 
     def _count(self, forward: WatchedForward, *, backward_only: bool = False) -> None:
         forward.is_counted = True
-        work, cost_model, inputs = forward.batch, forward.cost_model, forward.differentiated
+        work, cost_model, plan = forward.batch, forward.cost_model, forward.plan
         if cost_model is None:
             cost_model = self._traced(forward)
             if forward.key is not None:
                 self._by_key[forward.key] = cost_model
             forward.batch = None
-        if forward.batch is None:
-            # The traced arguments tell which of them require a gradient.
-            work, inputs = _ONE_CALL, ()
-        self._meter.bill(
-            work,
-            forward.phase,
-            cost_model,
-            forward_only=not forward.has_backward,
-            input_gradients=inputs,
-            trained=forward.trained_of(cost_model) if forward.has_backward else None,
-            dropped=forward.dropped,
-            backward_only=backward_only,
-            has_rerun=forward.has_rerun,
-        )
+        # The traced arguments tell which of them require a gradient.
+        work, inputs = (_ONE_CALL, ()) if forward.batch is None else (work, forward.differentiated)
+        facts = cost_model, forward.phase, forward.reached, forward.is_known, inputs, self._meter.recompute
+        if plan is None or backward_only or forward.has_rerun or plan.bill is None or plan.bill[0] != facts:
+            billed = self._meter.billing(
+                forward.phase,
+                cost_model,
+                forward_only=not forward.has_backward,
+                input_gradients=inputs,
+                trained=forward.trained_of(cost_model) if forward.has_backward else None,
+                dropped=forward.dropped,
+                backward_only=backward_only,
+                has_rerun=forward.has_rerun,
+            )
+            if plan is not None and not backward_only and not forward.has_rerun:
+                plan.bill = facts, billed
+        else:
+            billed = plan.bill[1]
+        self._meter.bill(work, billed)
 
-    @property
-    def _stack(self) -> list[tuple["nn.Module", WatchedForward | None, ExitStack, "ForwardWatch"]]:
-        local = self._meter.calls if self._own_calls is None else self._own_calls
-        stack: list[Any] = local.__dict__.setdefault("stack", [])
-        return stack
-
-    def begin(self, module: "nn.Module") -> None:
+    def begin(self, module: nn.Module) -> None:
         """Note that a watched module begins to run: a forward, or a part of one that is counted."""
-        stack, around = self._stack, ExitStack()
+        stack = self._calls.stack
         # a module within a forward that is counted, or within another module of this watch, is a part of it
-        is_part = any(forward is not None or watch is self for _, forward, _, watch in stack)
+        is_part = bool(stack) and any(forward is not None or watch is self for _, forward, _, watch in stack)
+        around = None if is_part or self._phase is None else ExitStack()
         stack.append((module, None, around, self))
         if is_part:
             return
@@ -233,53 +192,51 @@ class ForwardWatch:
         except Exception as error:  # noqa: BLE001 - whatever it is, the forward is the loop's
             self._meter.stop_counting(error)
 
-    def _begun(self, module: "nn.Module", around: ExitStack) -> WatchedForward | None:
+    def _begun(self, module: nn.Module, around: ExitStack | None) -> WatchedForward | None:
         """Open a forward; None for one that is no work of a step."""
-        import torch
-
-        from headway.tracing.unwrap import unwrapped
-
         # an evaluation is none; all of a phase that the loop names is
-        trains = self._meter.trains_now or (self._phase is None and self._meter.current_phase is not None)
-        self._meter.hear_of_forward(trains)
-        if self._meter.is_away or not trains:
+        meter, phase = self._meter, self._meter.current_phase
+        trains = meter.trains_now or (self._phase is None and phase is not None)
+        meter.hear_of_forward(trains)
+        if meter.is_away or not trains:
             return None
-        is_again = torch._C._current_autograd_node() is not None
-        if is_again and not torch.is_grad_enabled():
+        has_gradients, is_again = torch.is_grad_enabled(), torch._C._current_autograd_node() is not None
+        if is_again and not has_gradients:
             return None
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise UsageError(
                 f"{self.name} runs inside a transform of torch.func, such as grad or vmap, which hides from hooks what "
                 "its backward computes. Count the steps yourself: Meter(model, watch=False) and Meter.count(batch)."
             )
-        if self._phase is not None and not is_again:
+        if self._phase is not None and around is not None and not is_again:
             model = self._model()  # the model itself, not what was compiled from it
             is_own = model is None or vars(model).get("forward") is self._own_forward
             if not is_own and (headless := self._headless()) is not None:
                 around.callback(headless.close)
                 return None
             around.enter_context(self._phase())
+            phase = meter.current_phase
         inner = self._inner()
         target: Any = inner if inner is not None and (module is inner or unwrapped(module) is inner) else module
         leaves = self._leaves_of(target)
         # A hook that runs within compiled code means that its graph is broken here.
         self.is_lost = self.is_lost and not self._hooks.is_within_compiled()
-        self._meter.follow(leaves)
-        phase, gradients = self._meter.current_phase, torch.is_grad_enabled()
-        return WatchedForward(weakref.ref(target), leaves, phase, gradients, sys.exception(), is_again)
+        meter.follow(leaves)
+        return WatchedForward(target, leaves, phase, has_gradients=has_gradients)
 
     def _leaves_of(self, module: Any) -> Leaves:
         if module not in self._leaves:
             self._leaves[module] = Leaves(module)
         return self._leaves[module]
 
-    def end(self, module: "nn.Module", args: tuple[Any, ...], kwargs: Mapping[str, Any], results: Any) -> None:
+    def end(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], results: Any) -> None:
         """Note that a watched module has run, or failed: then it is not counted."""
-        stack = self._stack
+        stack = self._calls.stack
         if not stack or stack[-1][0] is not module:
             return
         _, forward, around, _ = stack.pop()
-        around.close()
+        if around is not None:
+            around.close()
         if forward is None or sys.exception() is not forward.exception:
             return
         try:
@@ -287,23 +244,40 @@ class ForwardWatch:
         except Exception as error:  # noqa: BLE001 - whatever it is, the forward is the loop's
             self._meter.stop_counting(error)
 
-    def _note(self, forward: WatchedForward, module: "nn.Module", arguments: Any, results: Any) -> None:
+    def _note(self, forward: WatchedForward, module: nn.Module, arguments: Any, results: Any) -> None:
         """Note down a forward that has ended, and watch for its backward."""
-        by_name = dict(arguments.items() if isinstance(arguments, Mapping) else enumerate(arguments))
-        forward.shapes = [(name, value.shape) for name, value in by_name.items() if hasattr(value, "shape")]
+        by_name = arguments if isinstance(arguments, dict) else dict(enumerate(arguments))
+        forward.trained = forward.leaves.trained
+        if forward.is_again or not forward.has_gradients:
+            forward.shapes = [(name, value.shape) for name, value in by_name.items() if hasattr(value, "shape")]
         if forward.is_again:
             self._note_again(forward, results)
             return
+        asking = {name: value for name, value in by_name.items() if getattr(value, "requires_grad", False)}
+        forward.inputs = (*asking,)
+        if self._hooks.blocks and not is_compiled(module) and module._compiled_call_impl is None:
+            forward.dropped = self._hooks.blocks - forward.ran
+        if forward.has_gradients:
+            forward.plan = self._plan_of(forward)
         if self.counts and not self._read(forward, arguments):
             return
         self.num_calls += 1
-        asking = {name: value for name, value in by_name.items() if getattr(value, "requires_grad", False)}
-        forward.inputs, forward.trained = tuple(asking), forward.leaves.trained
-        if not is_compiled(module) and module._compiled_call_impl is None:
-            forward.dropped = self._hooks.blocks - forward.ran
         if forward.has_gradients:
             self._watch_results(forward, results, asking)
         self._forwards.append(forward)
+
+    def _plan_of(self, forward: WatchedForward) -> Plan:
+        """Look up what backwards through such a forward have reached; the first of its kind may have other parts."""
+        num_nodes = torch._C._autograd._get_sequence_nr() - forward.nodes_before
+        leaves, key = forward.leaves, (forward.dropped, len(self._forwards), num_nodes)
+        plan = self._plans.get((leaves, leaves.version, forward.trained, *key))
+        if plan is None:
+            self._meter.follow(leaves, at_once=True)
+            forward.trained = leaves.trained
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.clear()
+            plan = self._plans.setdefault((leaves, leaves.version, forward.trained, *key), Plan())
+        return plan
 
     def _read(self, forward: WatchedForward, arguments: Any) -> bool:
         """Read the work of a forward off its arguments; False where the loop counts a generation as a whole."""
@@ -325,8 +299,6 @@ class ForwardWatch:
                 forward.batch = read_or_copy(arguments, ledger)
                 forward.cost_model = ledger
                 return True
-        from headway.tracing.shapes import shape_key, without_data
-
         shapes = None if self._is_headless else shape_key(arguments)
         forward.key = None if shapes is None else (forward.leaves, forward.leaves.version, shapes)
         forward.cost_model = self._by_key.get(forward.key)
@@ -353,32 +325,35 @@ class ForwardWatch:
 
     def _watch_results(self, forward: WatchedForward, results: Any, asking: Mapping[Any, Any]) -> None:
         """Hook the results of a forward, through whose gradients its backward comes."""
-        nodes = {name: node_of(value) for name, value in asking.items()}
-        own = [id(node) for node in nodes.values()]  # a hook on an argument that is handed through would hold itself
-        tensors = tensors_in(results)
-        hooked = [tensor for tensor in tensors if tensor.grad_fn is not None and id(tensor.grad_fn) not in own]
+        plan: Any = forward.plan
+        inputs = {name: node_of(value) for name, value in asking.items()} if asking else asking
+        # A cache of keys and values holds two tensors a layer, through which few backwards come first.
+        tensors = at_top = [results] if isinstance(results, torch.Tensor) else tensors_at_top(results)
+        if tensors is not results and not plan.is_at_top:
+            tensors = [*dict.fromkeys([*at_top, *tensors_in(results)])]
+        hooked = [place for place, tensor in enumerate(tensors) if tensor.grad_fn is not None]
+        if inputs:  # a hook on an argument that is handed through would hold itself
+            own = {id(node) for node in inputs.values()}
+            hooked = [place for place in hooked if id(tensors[place].grad_fn) not in own]
         forward.is_known = bool(hooked) or (bool(tensors) and not any(tensor.requires_grad for tensor in tensors))
-        if hooked:
-            plan = forward.plan = forward.leaves, forward.trained, forward.dropped, len(self._forwards)
-            is_old = plan in self._reached and self._meter.num_steps % self._meter.looks_every
-            hook = _Gradient(
-                self._owner or self, forward, nodes, None if is_old else forward.leaves.nodes(forward.trained)
-            )
-            for tensor in hooked:
-                tensor.register_hook(hook)
+        if not hooked:
+            return
+        is_old = plan.reached and self._meter.num_steps % self._meter.looks_every
+        nodes = None if is_old else forward.leaves.nodes(forward.trained)
+        for place in hooked:
+            tensors[place].register_hook(_Gradient(self._owner or self, forward, inputs, nodes, place, len(at_top)))
 
     def _note_again(self, again: WatchedForward, results: Any) -> None:
         """Watch for the backward of a forward that ran without gradients first, as in a reentrant checkpoint."""
         for forward in reversed(self._forwards):
             if not forward.has_gradients and forward.leaves is again.leaves and forward.shapes == again.shapes:
-                forward.trained, forward.has_rerun = again.leaves.trained, True
+                forward.trained, forward.has_rerun = again.trained, True
+                forward.plan = self._plan_of(again)
                 self._watch_results(forward, results, {})
                 return
 
-    def backward_begins(self, forward: WatchedForward, inputs: Mapping[Any, Any], nodes: Sequence[Any] | None) -> None:
+    def backward_begins(self, forward: WatchedForward, gradient: "_Gradient") -> None:
         """Note that a backward has come to a forward's results; the gradients are noted once it has ended well."""
-        import torch
-
         task = torch._C._current_graph_task_id()
         if task not in self._backwards:
             self._backwards[task] = {}, {}
@@ -387,16 +362,18 @@ class ForwardWatch:
         of_leaves, forwards = self._backwards[task]
         if forward in forwards:
             return
-        leaves = forward.leaves
+        leaves, nodes, place = forward.leaves, gradient.nodes, gradient.place
+        plan: Any = forward.plan
+        forward.came_by, plan.is_at_top = place, place < gradient.num_at_top
         if leaves not in of_leaves:
             leaves.arrived = 0
-            of_leaves[leaves] = (
-                self._reached.get(forward.plan, forward.trained)
-                if nodes is None
-                else leaves.reached(leaves.outside(forward.trained, forward.dropped), nodes)
-            )
+            if nodes is None and place not in plan.reached:  # it came another way before
+                nodes = leaves.nodes(forward.trained)
+            trained = leaves.outside(forward.trained, forward.dropped)
+            of_leaves[leaves] = plan.reached[place] if nodes is None else leaves.reached(trained, nodes)
         forwards[forward] = of_leaves[leaves]
-        forward.answered.update(name for name, node in inputs.items() if will_run(node))
+        if gradient.inputs:
+            forward.answered |= {name for name, node in gradient.inputs.items() if will_run(node)}
         if torch.is_grad_enabled() or forward.reached is not None:
             self._meter.second_backward = self.name
 
@@ -408,39 +385,37 @@ class ForwardWatch:
             bits = planned | forward.leaves.arrived
             # if nothing at all gets a gradient, the parameters have another form, such as flat ones
             bits = bits if bits or forward.answered else forward.trained
-            forward.reached = self._reached[forward.plan] = (forward.reached or 0) | bits
+            forward.reached = (forward.reached or 0) | bits
+            if forward.plan is not None:
+                forward.plan.reached[forward.came_by] = forward.reached
 
-    def is_traced(self, module: "nn.Module") -> None:
+    def is_traced(self, module: nn.Module) -> None:
         """Note that torch.compile goes around a module's hooks, and hook the compiled form of the module instead."""
         trains = self._meter.trains_now or self._meter.current_phase is not None
-        if self._stack or not trains or (self._meter.is_away and not self._meter.is_compiling):
+        if self._calls.stack or not trains or (self._meter.is_away and not self._meter.is_compiling):
             return
         self.is_lost = self.is_lost or not self._hooks.watch_compiled(module)
 
     def block_begins(self, path: str) -> None:
         """Note that a block runs in this watch's forward, if one goes on."""
-        for _, forward, _, watch in self._stack:
+        for _, forward, _, watch in self._calls.stack:
             if watch is self and forward is not None:
-                forward.ran.add(path)
+                forward.ran |= {path}
 
     def _headless(self) -> "ForwardWatch | None":
         """Watch the model without its head, which a method runs in place of the model's forward."""
-        from torch import nn
-
         bare = getattr(self._inner(), "base_model", None)
         if not isinstance(bare, nn.Module) or bare is self._model():
             return None
         options: Any = {"workload": self._workload, "phase": self._phase, "breaks_graphs": self._hooks.breaks_graphs}
         options |= {"is_trained": self.is_trained, "is_headless": True}
         watch = ForwardWatch(bare, self._meter, self._cost_model, **options)
-        watch._forwards, watch._owner, watch._own_calls = self._forwards, self, threading.local()
+        watch._forwards, watch._owner, watch._calls = self._forwards, self, Calls()
         watch._leaves[bare] = self._leaves_of(self._inner())
         return watch
 
     def _traced(self, forward: WatchedForward) -> CostModel:
         """Trace a forward's module on the shapes of its arguments, with the gradients that these were given."""
-        from headway.tracing.shapes import ShapeTraces
-
         if (module := forward.module()) is None:
             return CostModel(self.name, (), ())
         traces = self._traces.get(module)
@@ -461,20 +436,36 @@ class ForwardWatch:
 
 
 class _Gradient:
-    """The hook of the gradients of a forward's results; it holds its watch weakly."""
+    """The hook of the gradient of one of a forward's results; it holds its watch weakly.
+
+    Args:
+        watch: that is told of the gradient.
+        forward: whose result it is.
+        inputs: nodes of the forward's arguments that require a gradient.
+        nodes: of the parameters; None where it is known which of them a backward reaches.
+        place: of the result, of which the first `num_at_top` are in no object.
+    """
 
     __torch_unserializable__ = True  # a tensor with it may be written
+    __slots__ = ("_forward", "_watch", "inputs", "nodes", "num_at_top", "place")
 
     def __init__(
-        self, watch: ForwardWatch, forward: WatchedForward, inputs: Mapping[Any, Any], nodes: Sequence[Any] | None
+        self,
+        watch: ForwardWatch,
+        forward: WatchedForward,
+        inputs: Mapping[Any, Any],
+        nodes: Sequence[Any] | None,
+        place: int,
+        num_at_top: int,
     ) -> None:
-        self._watch, self._forward, self._inputs, self._nodes = weakref.ref(watch), forward, inputs, nodes
+        self._watch, self._forward = weakref.ref(watch), forward
+        self.inputs, self.nodes, self.place, self.num_at_top = inputs, nodes, place, num_at_top
 
     def __call__(self, _gradient: Any) -> None:
         if (watch := self._watch()) is None:
             return
         try:
-            watch.backward_begins(self._forward, self._inputs, self._nodes)
+            watch.backward_begins(self._forward, self)
         except Exception as error:  # noqa: BLE001 - whatever it is, the backward is the loop's
             watch._meter.stop_counting(error)
 

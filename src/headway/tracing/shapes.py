@@ -64,14 +64,13 @@ def shape_key(arguments: Mapping[str, Any] | tuple[Any, ...]) -> Any:
     Returns:
         A key; None where the arguments hold anything else, a mask, or a tensor that requires a gradient.
     """
-    items = arguments.items() if isinstance(arguments, Mapping) else enumerate(arguments)
-    key = [(name, getattr(value, "shape", None), getattr(value, "dtype", None)) for name, value in items]
-    values = arguments.values() if isinstance(arguments, Mapping) else arguments
-    is_plain = all(
-        isinstance(value, torch.Tensor) and value.dtype is not torch.bool and not value.requires_grad
-        for value in values
-    )
-    return tuple(key) if is_plain and not any("mask" in str(name) for name, _, _ in key) else None
+    key = []
+    for name, value in arguments.items() if isinstance(arguments, Mapping) else enumerate(arguments):
+        is_plain = isinstance(value, torch.Tensor) and value.dtype is not torch.bool and not value.requires_grad
+        if not is_plain or "mask" in str(name):
+            return None
+        key.append((name, value.shape, value.dtype))
+    return tuple(key)
 
 
 def without_data(arguments: Mapping[str, Any] | tuple[Any, ...]) -> Any:
