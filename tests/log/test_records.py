@@ -172,3 +172,24 @@ def near(value):
     if isinstance(value, dict):
         return {name: near(part) for name, part in value.items()}
     return pytest.approx(value, rel=1e-12) if isinstance(value, float) else value
+
+
+def test_the_loss_of_a_source_of_pairs_is_a_mean_over_pairs():
+    """Joined records of three packs say what one record of all their pairs would."""
+    packs = [(2, 40, 0.5), (1, 100, 2.0), (3, 6, 1.0)]  # pairs, targets, mean loss of a pair
+
+    def step(pairs, targets, loss):
+        sources = {
+            "pairs": {"loss": loss, "tokens": targets, "supervised": targets, "units": pairs, "waste": 0.0},
+            "text": {"loss": loss, "tokens": 9, "supervised": targets, "waste": 0.0},
+        }
+        return window().measured() | {"sources": sources}
+
+    record = step(*packs[0])
+    for pack in packs[1:]:
+        record = joined(record, step(*pack))
+    of_pairs, of_text = record["sources"]["pairs"], record["sources"]["text"]
+    assert of_pairs["loss"] == pytest.approx(sum(pairs * loss for pairs, _, loss in packs) / 6)
+    assert (of_pairs["units"], of_pairs["supervised"]) == (6, 146)
+    assert of_text["loss"] == pytest.approx(sum(targets * loss for _, targets, loss in packs) / 146)
+    assert "units" not in of_text

@@ -296,9 +296,12 @@ def _mean(first: Any, second: Any, numbers: tuple[int, int]) -> Any:
 def _of_source(first: dict[str, Any] | None, second: dict[str, Any] | None) -> dict[str, Any]:
     if first is None or second is None:
         return {**(first or second or {})}
-    by = {"loss": "supervised", "waste": "tokens"}
-    means = {name: _mean(first[name], second[name], (first[of], second[of])) for name, of in by.items()}
-    return {name: means[name] if name in means else _sum(first[name], second[name]) for name in first}
+    # a loss is a mean over its units: pairs, say, or targets
+    units = first.get("units", first["supervised"]), second.get("units", second["supervised"])
+    loss = _mean(first["loss"], second["loss"], units)
+    waste = _mean(first["waste"], second["waste"], (first["tokens"], second["tokens"]))
+    of_units = {"units": sum(units)} if "units" in {**first, **second} else {}
+    return {**_sum(first, second), "loss": loss, "waste": waste, **of_units}
 
 
 class RecordLines:

@@ -186,6 +186,7 @@ class StepRecorder:
                 "loss": loss / units if units and math.isfinite(loss) else None,
                 "tokens": tokens,
                 "supervised": supervised,
+                **({"units": units} if units != supervised else {}),
                 "waste": lost / (tokens + lost) if tokens + lost else 0.0,
             }
             for name, loss, tokens, supervised, units, lost in zip(self._sources, losses, *counts, strict=True)
