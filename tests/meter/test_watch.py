@@ -164,16 +164,22 @@ def a_layer_less(net, _):
     net(rows()).sum().backward()
 
 
+def a_trunk_that_is_frozen_at_first(net, _):
+    net[0].requires_grad_(not net[0].weight.requires_grad)
+    net(rows()).sum().backward()
+
+
 LOOPS = [
     a_metric_without_no_grad, a_stopped_gradient, a_skipped_batch, a_critics_step, a_generators_step,
     a_teacher_that_is_not_frozen, adversarial_rows, a_saliency_map, gradients_of_chosen_weights, a_mixture_of_two_views,
     a_forward_that_runs_out_of_memory, a_retry_while_the_error_is_handled, a_backward_that_fails_at_its_begin,
-    a_frozen_trunk, another_head, a_layer_less,
+    a_frozen_trunk, another_head, a_layer_less, a_trunk_that_is_frozen_at_first,
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("looks_every", [1, 1000])  # steps from one look at all parameters to the next
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
-def test_a_loop_is_billed_what_it_computes(loop):
+def test_a_loop_is_billed_what_it_computes(loop, looks_every):
     torch.manual_seed(0)
     net, critic = Net(), Critic()
     with Products() as really:
@@ -181,11 +187,37 @@ def test_a_loop_is_billed_what_it_computes(loop):
             loop(net, critic)
     net, critic, windows = Net(), Critic(), []
     with Meter(net, peak=PEAK, others=[critic], log_every=1, on_window=windows.append) as meter:
+        meter.looks_every = looks_every
         for _ in range(2):
             loop(net, critic)
             meter.step()
     assert sum(window.flops.total for window in windows) == really.flops > 0
     assert meter.failure is None
+
+
+class TwoHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.trunk, self.left, self.right = nn.Linear(16, 8), nn.Linear(8, 4), nn.Linear(8, 6)
+
+    def forward(self, x):
+        states = self.trunk(x)
+        return self.left(states), {"right": [self.right(states.detach())]}
+
+
+def test_a_backward_that_comes_by_another_result_is_billed_what_it_reaches():
+    net, windows, right = TwoHeads(), [], []
+    with Meter(net, peak=PEAK, log_every=1, on_window=windows.append) as meter:
+        meter.looks_every = 1000
+        for heads in ("both", "left", "right", "right", "left", "both"):
+            with Products() as really:
+                left, others = net(rows())
+                losses = {"left": left.sum(), "right": others["right"][0].sum()}
+                sum(loss for name, loss in losses.items() if heads in (name, "both")).backward()
+            right.append(really.flops)
+            meter.step()
+    # The first backward that comes another way is billed what the one before has reached.
+    assert [window.flops.total for window in windows] == [right[0], right[0], *right[2:]]
 
 
 def test_a_result_in_an_object_of_the_users_own_is_followed():

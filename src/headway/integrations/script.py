@@ -369,7 +369,8 @@ class ScriptWatch:
             return
         self._is_over = True
         self._handle.remove()
-        del _BaseDataLoaderIter._profile_name, _BaseDataLoaderIter._num_yielded
+        iterator: Any = _BaseDataLoaderIter
+        del iterator._profile_name, iterator._num_yielded
         if self._calls is not None:
             self._calls.close()
         if self._meter is not None:
@@ -402,6 +403,7 @@ class NotebookWatch:
     """
 
     _watch: ScriptWatch | None = None
+    _num_cells = 0
 
     def __init__(self, events: Any) -> None:
         self._events = events
@@ -412,7 +414,8 @@ class NotebookWatch:
     def begin(self, *_: Any) -> None:
         """Listen to the cell that begins."""
         if self._watch is None:
-            folder = Path("runs", f"notebook-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
+            self._num_cells += 1  # cells that begin within a second
+            folder = Path("runs", f"notebook-{time.strftime('%Y%m%d-%H%M%S')}-{self._num_cells}").absolute()
             options: Any = {"log_to": (), "profile": False, "since_ns": time.monotonic_ns(), "report": print}
             self._watch = ScriptWatch(folder, **options)
 

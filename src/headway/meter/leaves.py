@@ -202,16 +202,19 @@ class Plan:
     """What backwards through forwards of one kind have reached; a forward of another kind makes another graph.
 
     Attributes:
-        reached: bits of the parameters, by the place among the results through which the backward came first.
-        is_at_top: whether it came through one of the results themselves, and not through one within an object there.
+        reached: bits of the parameters that the last backward reached; None before any.
+        results: bits of the results that it came through; of many, those within objects are left out.
+        varies: whether backwards come through other results than the ones before: then each is asked what it reaches.
+        is_at_top: whether the last came first through a result that is in no object, where there are many in objects.
         bill: what the last of them was billed, behind all that decides the bill; None before.
     """
 
-    __slots__ = ("bill", "is_at_top", "reached")
+    __slots__ = ("bill", "is_at_top", "reached", "results", "varies")
 
     def __init__(self) -> None:
-        self.reached: dict[int, int] = {}
-        self.is_at_top = False
+        self.reached: int | None = None
+        self.results = 0
+        self.varies = self.is_at_top = False
         self.bill: tuple[Any, Any] | None = None
 
 
@@ -236,7 +239,7 @@ class WatchedForward:
     cost_model: CostModel | None = None  # ledger that counts the forward; None if its shapes are traced
     batch: Any = None  # a result of `read_or_copy`, or arguments without data; None where their shapes are known
     plan: Plan | None = None  # None without gradients
-    came_by = 0  # place among the results through which a backward came first
+    results = 0  # bits of the results that a backward has come through, as in its plan
     key: Any = None  # parameters and shapes that decide a trace; None where more than shapes does
     shapes: Any = None  # shapes of its arguments, if gradients are off
     reached: int | None = None  # bits of the parameters that backwards gave a gradient; None before any came

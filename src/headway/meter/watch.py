@@ -30,6 +30,7 @@ from headway.tracing.unwrap import unwrapped
 
 _ONE_CALL = Workload(packs=1)  # one forward of the shapes that it was traced on
 _MOST_SHAPES = 512  # traced shapes of one module
+_FEW_RESULTS = 8  # results that are watched wherever they are
 _MOST_PLANS = 4096  # plans of backwards of one watch
 
 
@@ -329,7 +330,7 @@ class ForwardWatch:
         inputs = {name: node_of(value) for name, value in asking.items()} if asking else asking
         # A cache of keys and values holds two tensors a layer, through which few backwards come first.
         tensors = at_top = [results] if isinstance(results, torch.Tensor) else tensors_at_top(results)
-        if tensors is not results and not plan.is_at_top:
+        if tensors is not results and (plan.varies or not plan.is_at_top):
             tensors = [*dict.fromkeys([*at_top, *tensors_in(results)])]
         hooked = [place for place, tensor in enumerate(tensors) if tensor.grad_fn is not None]
         if inputs:  # a hook on an argument that is handed through would hold itself
@@ -338,10 +339,13 @@ class ForwardWatch:
         forward.is_known = bool(hooked) or (bool(tensors) and not any(tensor.requires_grad for tensor in tensors))
         if not hooked:
             return
-        is_old = plan.reached and self._meter.num_steps % self._meter.looks_every
+        is_old = plan.reached is not None and not plan.varies and self._meter.num_steps % self._meter.looks_every
         nodes = None if is_old else forward.leaves.nodes(forward.trained)
         for place in hooked:
-            tensors[place].register_hook(_Gradient(self._owner or self, forward, inputs, nodes, place, len(at_top)))
+            hook = _Gradient(self._owner or self, forward, inputs, nodes)
+            hook.has_many = plan.is_at_top or len(tensors) > _FEW_RESULTS
+            hook.result = 1 << place if place < len(at_top) or not hook.has_many else 0
+            tensors[place].register_hook(hook)
 
     def _note_again(self, again: WatchedForward, results: Any) -> None:
         """Watch for the backward of a forward that ran without gradients first, as in a reentrant checkpoint."""
@@ -360,17 +364,15 @@ class ForwardWatch:
             engine = torch.autograd.Variable._execution_engine
             engine.queue_callback(functools.partial(_after_backward, weakref.ref(self), task))
         of_leaves, forwards = self._backwards[task]
+        forward.results |= gradient.result
         if forward in forwards:
             return
-        leaves, nodes, place = forward.leaves, gradient.nodes, gradient.place
-        plan: Any = forward.plan
-        forward.came_by, plan.is_at_top = place, place < gradient.num_at_top
+        leaves, nodes, plan = forward.leaves, gradient.nodes, cast(Plan, forward.plan)
+        plan.is_at_top = gradient.has_many and gradient.result > 0
         if leaves not in of_leaves:
             leaves.arrived = 0
-            if nodes is None and place not in plan.reached:  # it came another way before
-                nodes = leaves.nodes(forward.trained)
             trained = leaves.outside(forward.trained, forward.dropped)
-            of_leaves[leaves] = plan.reached[place] if nodes is None else leaves.reached(trained, nodes)
+            of_leaves[leaves] = cast(int, plan.reached) if nodes is None else leaves.reached(trained, nodes)
         forwards[forward] = of_leaves[leaves]
         if gradient.inputs:
             forward.answered |= {name for name, node in gradient.inputs.items() if will_run(node)}
@@ -386,8 +388,9 @@ class ForwardWatch:
             # if nothing at all gets a gradient, the parameters have another form, such as flat ones
             bits = bits if bits or forward.answered else forward.trained
             forward.reached = (forward.reached or 0) | bits
-            if forward.plan is not None:
-                forward.plan.reached[forward.came_by] = forward.reached
+            if (plan := forward.plan) is not None:
+                plan.varies = plan.varies or (plan.reached is not None and plan.results != forward.results)
+                plan.reached, plan.results = forward.reached, forward.results
 
     def is_traced(self, module: nn.Module) -> None:
         """Note that torch.compile goes around a module's hooks, and hook the compiled form of the module instead."""
@@ -443,23 +446,19 @@ class _Gradient:
         forward: whose result it is.
         inputs: nodes of the forward's arguments that require a gradient.
         nodes: of the parameters; None where it is known which of them a backward reaches.
-        place: of the result, of which the first `num_at_top` are in no object.
+
+    Attributes:
+        result: bit of the result; 0 of one of many that lies within an object.
+        has_many: whether the forward has many results.
     """
 
     __torch_unserializable__ = True  # a tensor with it may be written
-    __slots__ = ("_forward", "_watch", "inputs", "nodes", "num_at_top", "place")
+    result, has_many = 0, False
 
     def __init__(
-        self,
-        watch: ForwardWatch,
-        forward: WatchedForward,
-        inputs: Mapping[Any, Any],
-        nodes: Sequence[Any] | None,
-        place: int,
-        num_at_top: int,
+        self, watch: ForwardWatch, forward: WatchedForward, inputs: Mapping[Any, Any], nodes: Sequence[Any] | None
     ) -> None:
-        self._watch, self._forward = weakref.ref(watch), forward
-        self.inputs, self.nodes, self.place, self.num_at_top = inputs, nodes, place, num_at_top
+        self._watch, self._forward, self.inputs, self.nodes = weakref.ref(watch), forward, inputs, nodes
 
     def __call__(self, _gradient: Any) -> None:
         if (watch := self._watch()) is None:
