@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import sys
 import pytest
 
 from headway.log.records import read_records
-from helpers.processes import PYTHONPATH, run_processes
+from helpers.processes import PYTHONPATH, free_port, run_processes
 
 COMMAND = [sys.executable, "-P", "-m", "headway", "run"]
 LINE = "headway run: "
@@ -239,3 +240,80 @@ def test_a_program_sets_what_torch_reads_as_it_is_imported_and_may_be_profiled(t
     assert traceback == plain.stderr
     assert [path.name for path in (tmp_path / "run/profile").iterdir()] == ["steps-000012-000014-rank-0.json.gz"]
     assert json.loads((tmp_path / "run/run.json").read_text())["model"]["class"] == "Net"
+
+
+NET = """
+net = Net(WIDTH)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+"""
+LOOP = """
+for batch in data(4 * STEPS):
+    update(net(batch).mean(), optimizer)
+"""
+
+
+def test_each_cell_of_a_notebook_that_trains_has_a_run_of_its_own(tmp_path, monkeypatch, capsys):
+    interactive = pytest.importorskip("IPython.core.interactiveshell")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HEADWAY_PEAK_FLOPS", "1e12")
+    shell = interactive.InteractiveShell()
+
+    def run(cell):
+        """Run a cell; returns its error, its lines, and the FLOPs of the records that a line names."""
+        result = shell.run_cell(cell)
+        lines = [line for line in capsys.readouterr().out.splitlines() if "headway report" in line]
+        paths = [tmp_path / re.search("headway report (.*)", line)[1] / "metrics.jsonl" for line in lines]
+        return result.error_in_exec, lines, [r["flops"]["total"] for path in paths for r in read_records(path)]
+
+    shell.run_line_magic("load_ext", "headway")
+    assert run(HEAD) == (None, [], [])
+    assert run("WIDTH, STEPS = 24, 6" + NET)[1:] == ([], [])
+    error, lines, flops = run(LOOP)  # the first two steps of a cell find its model
+    assert (error, flops) == (None, [cost(4)] * 4)
+    assert "% of the time waited for data" in lines[0]
+    assert run("WIDTH, STEPS = 32, 5" + NET + LOOP)[2] == [cost(4, 32)] * 3
+    error, lines, flops = run(LOOP + "raise KeyError(3)")
+    assert (type(error), len(lines), flops) == (KeyError, 1, [cost(4, 32)] * 3)
+    assert len({*(tmp_path / "runs").iterdir()}) == 3
+    shell.run_line_magic("unload_ext", "headway")
+    assert run(LOOP) == (None, [], [])
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
+def test_ranks_that_a_launcher_starts_are_one_run_also_if_one_has_no_rows(tmp_path, launcher):
+    count = {"torchrun": 3, "accelerate": 1}[launcher]
+    (tmp_path / "script.py").write_text(
+        HEAD
+        + """
+import torch.distributed as dist
+if "RANK" not in os.environ:
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": sys.argv[1]}
+dist.init_process_group("gloo")
+net = nn.parallel.DistributedDataParallel(Net())
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+torch.manual_seed(dist.get_rank())
+for step in range(6):
+    rows = 0 if (dist.get_rank(), step) == (2, 4) else 4 + dist.get_rank()
+    loss = net(torch.randn(rows, 16)).square().sum()
+    update(loss, optimizer)
+with open(f"rank-{dist.get_rank()}", "w") as file:
+    file.write(f"{sum(p.sum().item() for p in net.parameters()).hex()} {sys.argv[1:]}")
+dist.destroy_process_group()
+"""
+    )
+    port = free_port()
+    launch = {
+        "torchrun": ["-m", "torch.distributed.run", "--nproc-per-node", count, f"--master-port={port}", "--no-python"],
+        "accelerate": ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", count, "--no_python"],
+    }[launcher]
+    done = start([sys.executable, *launch, *COMMAND, "-o", "run", "script.py", free_port()], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count(LINE) == 1, done.stderr
+    assert len({(tmp_path / f"rank-{rank}").read_text() for rank in range(count)}) == 1
+    records = [r for r in read_records(tmp_path / "run/metrics.jsonl") if r["kind"] == "step"]
+    every = [[cost(4 + rank) for rank in range(count)] for _ in range(4)]
+    if count == 3:
+        every[2][2] = 0  # the fifth step, of which the first two have no numbers
+    assert [record["rank_flops"] for record in records] == every
