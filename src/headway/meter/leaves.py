@@ -199,7 +199,7 @@ class Leaves:
 
 
 class Plan:
-    """What backwards through forwards of one kind have reached; a forward of another kind makes another graph.
+    """The reach of backwards through forwards of one kind; a forward of another kind makes another graph.
 
     Attributes:
         reached: bits of the parameters that the last backward reached; None before any.
