@@ -38,7 +38,7 @@ from headway.version import __version__
 _EVERY_S, _LOG_EVERY = 1.0, 20  # time of a record [s], and steps of a record of several ranks
 _LOGGED_SINGLY = 10  # first steps, which have a record each
 _PROFILED = range(10, 13)  # steps of a profile, which are compared with those before
-_LEAST_LOOKS = 32  # steps from one look at a few parameters to the next
+_LEAST_LOOKS = 32  # steps from one look at a few parameters to the next; of more, a look takes longer
 _MOST_SEARCHES = 3  # searches that end without a model
 _UNSEEN = 3  # steps without a forward of the model, after which it is looked for again
 
@@ -105,19 +105,15 @@ class ScriptMeter(Meter):
     watches_parts = False
 
     def __init__(self, model: nn.Module, *, is_training: bool, **options: Any) -> None:
-        self._has_mode, self._logged_s, self._trained = is_training, 0.0, weakref.ref(model)
+        self._has_mode, self._logged_s = is_training, 0.0
         super().__init__(model, watch=True, log_every=sys.maxsize, **options)
-        # a look at the parameters takes longer the more there are
         self.looks_every = max(_LEAST_LOOKS, len(self.leaves.names) // 2)
 
     @property
     def trains_now(self) -> bool:
         """True if the trained model is in the mode in which it is trained, as far as it is known."""
-        if not self._has_mode:
-            return torch.is_grad_enabled() or self.model is None
-        model = self._trained()
-        model = self.model if model is None else model  # a wrapper may be gone
-        return model is None or bool(model.training)
+        model = self.model
+        return model is None or (bool(model.training) if self._has_mode else torch.is_grad_enabled())
 
     def hear_of_forward(self, trains: bool) -> None:
         """Leave training with the first forward of an evaluation, and come back with the next one that trains."""
@@ -135,11 +131,10 @@ class ScriptMeter(Meter):
 
     def log_if_due(self) -> None:
         """Write a record of each of the first steps, then one a second; ranks write theirs after the same step."""
-        now_s = self._last.host_s
         is_alone = self._ranks is None or self._ranks.size == 1
-        is_due = now_s - self._logged_s > _EVERY_S if is_alone else self.num_steps % _LOG_EVERY == 0
+        is_due = self._last.host_s - self._logged_s > _EVERY_S if is_alone else self.num_steps % _LOG_EVERY == 0
         if is_due or self.num_steps <= _LOGGED_SINGLY:
-            self._logged_s = now_s
+            self._logged_s = self._last.host_s
             self.log()
 
     @property
@@ -179,23 +174,21 @@ class _NotedAttribute:
     So no frame of a wrapper is in the tracebacks of data sets.
     """
 
-    def __init__(self, name: str, *, on_read: Callable[[], None] | None, on_write: Callable[[], None] | None) -> None:
+    def __init__(self, name: str, *, on_read: Callable[[], Any] = bool, on_write: Callable[[], Any] = bool) -> None:
         self._name, self._on_read, self._on_write = name, on_read, on_write
 
     def __get__(self, iterator: Any, _owner: Any = None) -> Any:
         if iterator is None:
             return self
         attributes = vars(iterator)
-        if self._name not in attributes:
-            raise AttributeError(self._name)
-        if self._on_read is not None:
+        if self._name in attributes:
             self._on_read()
-        return attributes[self._name]
+            return attributes[self._name]
+        raise AttributeError(self._name)
 
     def __set__(self, iterator: Any, value: Any) -> None:
         vars(iterator)[self._name] = value
-        if self._on_write is not None:
-            self._on_write()
+        self._on_write()
 
 
 class ScriptWatch:
@@ -233,9 +226,9 @@ class ScriptWatch:
         self._listen()
         # Attributes of an iterator that it reads as it is asked for a batch, and writes once it has one.
         waits, arrived = partial(self._hear, ScriptMeter.hear_of_wait), partial(self._hear, ScriptMeter.got_data)
-        iterator: Any = _BaseDataLoaderIter
-        iterator._profile_name = _NotedAttribute("_profile_name", on_read=waits, on_write=None)
-        iterator._num_yielded = _NotedAttribute("_num_yielded", on_read=None, on_write=arrived)
+        self._iterator: Any = _BaseDataLoaderIter
+        self._iterator._profile_name = _NotedAttribute("_profile_name", on_read=waits)
+        self._iterator._num_yielded = _NotedAttribute("_num_yielded", on_write=arrived)
         os.register_at_fork(after_in_child=partial(_leave_to_parent, weakref.ref(self)))
 
     def _listen(self) -> None:
@@ -369,8 +362,7 @@ class ScriptWatch:
             return
         self._is_over = True
         self._handle.remove()
-        iterator: Any = _BaseDataLoaderIter
-        del iterator._profile_name, iterator._num_yielded
+        del self._iterator._profile_name, self._iterator._num_yielded
         if self._calls is not None:
             self._calls.close()
         if self._meter is not None:
@@ -414,7 +406,7 @@ class NotebookWatch:
     def begin(self, *_: Any) -> None:
         """Listen to the cell that begins."""
         if self._watch is None:
-            self._num_cells += 1  # cells that begin within a second
+            self._num_cells += 1  # some begin within a second
             folder = Path("runs", f"notebook-{time.strftime('%Y%m%d-%H%M%S')}-{self._num_cells}").absolute()
             options: Any = {"log_to": (), "profile": False, "since_ns": time.monotonic_ns(), "report": print}
             self._watch = ScriptWatch(folder, **options)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _EVAL_FRAME = "torch/_dynamo/eval_frame.py"  # functions of this file call compiled code
 
 
-class Calls(threading.local):
+class CallStack(threading.local):
     """The calls of watched modules under way, of each thread by itself: the outermost of them is a forward."""
 
     def __init__(self) -> None:

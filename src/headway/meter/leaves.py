@@ -198,7 +198,7 @@ class Leaves:
         return sum(1 << i for i, name in enumerate(names) if name in places and bits >> places[name] & 1)
 
 
-class Plan:
+class Reach:
     """The reach of backwards through forwards of one kind; a forward of another kind makes another graph.
 
     Attributes:
@@ -238,7 +238,7 @@ class WatchedForward:
     inputs: tuple[Any, ...] = ()  # names or places of its arguments that did
     cost_model: CostModel | None = None  # ledger that counts the forward; None if its shapes are traced
     batch: Any = None  # a result of `read_or_copy`, or arguments without data; None where their shapes are known
-    plan: Plan | None = None  # None without gradients
+    plan: Reach | None = None  # None without gradients
     results = 0  # bits of the results that a backward has come through, as in its plan
     key: Any = None  # parameters and shapes that decide a trace; None where more than shapes does
     shapes: Any = None  # shapes of its arguments, if gradients are off

@@ -26,7 +26,7 @@ from headway.meter.environment import (
     traffic_or_warn,
 )
 from headway.meter.goodput import Goodput
-from headway.meter.hooks import Calls
+from headway.meter.hooks import CallStack
 from headway.meter.phases import PhaseTimer
 from headway.meter.step_meter import StepMeter
 from headway.meter.tally import Sums, Tally
@@ -200,7 +200,7 @@ class Meter(StepMeter):
         self._own = {0}  # places of the trained model's
         self._forward_traffic = {}
         self._note_traffic(0, model)
-        self._warned, self.calls, self._watches = set(), Calls(), []
+        self._warned, self.calls, self._watches = set(), CallStack(), []
         self._add_others(others)
         self.ceiling = ceiling
         self.memory_bytes_per_s = memory_bytes_per_s or bandwidth_of(self.device)

@@ -16,7 +16,7 @@ from headway.meter import pauses
 from headway.meter.batch_share import BatchShare
 from headway.meter.batches import input_gradients_of, read_or_copy
 from headway.meter.environment import in_components_of, largest_memory, ledger_of, recompute_of
-from headway.meter.hooks import Calls
+from headway.meter.hooks import CallStack
 from headway.meter.memory_traffic import ForwardTraffic
 from headway.meter.pending import Billing, PendingStep, PendingSteps, as_they_ran
 from headway.meter.phases import data_parallel_around
@@ -60,7 +60,7 @@ class StepMeter(StepClock, ABC):
     second_backward = ""
     watches_parts = True
     looks_every = 1
-    calls: Calls
+    calls: CallStack
     _counts_tokens = True
     _has_looked_at_loop = False
     _has_own_ledger: bool  # whether the loop gave the cost model

@@ -23,8 +23,8 @@ from headway.count import CostModel, Workload
 from headway.errors import UsageError, WorkloadError
 from headway.meter.batches import input_gradients_of, read_or_copy, refuse_cached_keys
 from headway.meter.environment import in_components_of
-from headway.meter.hooks import Calls, ModuleHooks, arguments_by_name, is_compiled, outermost
-from headway.meter.leaves import Leaves, Plan, WatchedForward, node_of, tensors_at_top, tensors_in, will_run
+from headway.meter.hooks import CallStack, ModuleHooks, arguments_by_name, is_compiled, outermost
+from headway.meter.leaves import Leaves, Reach, WatchedForward, node_of, tensors_at_top, tensors_in, will_run
 from headway.tracing.shapes import ShapeTraces, shape_key, without_data
 from headway.tracing.unwrap import unwrapped
 
@@ -75,7 +75,7 @@ class ForwardWatch:
         self._workload, self._phase, self._is_headless = workload, phase, is_headless
         self._model, self._inner = weakref.ref(model), weakref.ref(inner)
         self._own_forward = vars(model).get("forward")
-        self._calls: Calls = meter.calls  # a watch within another's forwards has its own
+        self._calls: CallStack = meter.calls  # a watch within another's forwards has its own
         self._owner: ForwardWatch | None = None  # the owner outlives a watch of the model without its head
         # forwards of this step; those whose backward came after their step; and the forwards that each backward under
         # way has come to, with the parameters that it reaches
@@ -85,7 +85,7 @@ class ForwardWatch:
         self._leaves: weakref.WeakKeyDictionary[nn.Module, Leaves] = weakref.WeakKeyDictionary()
         self._traces: weakref.WeakKeyDictionary[nn.Module, ShapeTraces] = weakref.WeakKeyDictionary()
         self._by_key: dict[Any, CostModel] = {}  # ledgers of shapes that have been traced
-        self._plans: dict[Any, Plan] = {}  # by all that is known of a forward's graph
+        self._plans: dict[Any, Reach] = {}  # by all that is known of a forward's graph
         if is_trained and not is_headless:
             self._leaves[inner] = meter.leaves
         self._hooks = ModuleHooks(self, first=phase is not None, breaks_graphs=breaks_graphs)
@@ -267,7 +267,7 @@ class ForwardWatch:
             self._watch_results(forward, results, asking)
         self._forwards.append(forward)
 
-    def _plan_of(self, forward: WatchedForward) -> Plan:
+    def _plan_of(self, forward: WatchedForward) -> Reach:
         """Look up what backwards through such a forward have reached; the first of its kind may have other parts."""
         num_nodes = torch._C._autograd._get_sequence_nr() - forward.nodes_before
         leaves, key = forward.leaves, (forward.dropped, len(self._forwards), num_nodes)
@@ -277,7 +277,7 @@ class ForwardWatch:
             forward.trained = leaves.trained
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.clear()
-            plan = self._plans.setdefault((leaves, leaves.version, forward.trained, *key), Plan())
+            plan = self._plans.setdefault((leaves, leaves.version, forward.trained, *key), Reach())
         return plan
 
     def _read(self, forward: WatchedForward, arguments: Any) -> bool:
@@ -367,7 +367,7 @@ class ForwardWatch:
         forward.results |= gradient.result
         if forward in forwards:
             return
-        leaves, nodes, plan = forward.leaves, gradient.nodes, cast(Plan, forward.plan)
+        leaves, nodes, plan = forward.leaves, gradient.nodes, cast(Reach, forward.plan)
         plan.is_at_top = gradient.has_many and gradient.result > 0
         if leaves not in of_leaves:
             leaves.arrived = 0
@@ -413,7 +413,7 @@ class ForwardWatch:
         options: Any = {"workload": self._workload, "phase": self._phase, "breaks_graphs": self._hooks.breaks_graphs}
         options |= {"is_trained": self.is_trained, "is_headless": True}
         watch = ForwardWatch(bare, self._meter, self._cost_model, **options)
-        watch._forwards, watch._owner, watch._calls = self._forwards, self, Calls()
+        watch._forwards, watch._owner, watch._calls = self._forwards, self, CallStack()
         watch._leaves[bare] = self._leaves_of(self._inner())
         return watch
 
