@@ -1,4 +1,4 @@
-"""How fast lengths are indexed, against the bare tokenizer on the same texts and bare headers of the same images.
+"""How fast lengths are indexed, beside `datasets.map`, the bare tokenizer on the same texts, and headers of images.
 
     .venv/bin/python benchmarks/indexing.py         # about a minute; run on a quiet machine
 
@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import torch
 from PIL import Image
@@ -43,6 +44,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the record and the table")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    datasets.disable_progress_bars()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     with tempfile.TemporaryDirectory() as folder:
         os.environ["HEADWAY_CACHE"] = folder
@@ -63,8 +65,10 @@ def measure(folder: Path, rows: int, rounds: int) -> dict[str, Any]:
     record["text"] = take_turns(
         rounds,
         bare=lambda: sum(len(tokenizer.encode(text, add_special_tokens=False).ids) for text in written),
+        mapped=lambda: sum(mapped_lengths(processor.tokenizer, folder)),
         indexed=lambda: tokens_of(texts, Encoder(processor.tokenizer), folder),
     )
+    record["text"]["same_lengths"] = same_lengths(texts, processor, folder)
     record["text"]["characters"] = sum(map(len, written))
     images = write_images(folder, rows)
     paths = [images[row].images[0].path for row in range(len(images))]
@@ -121,6 +125,25 @@ def rendered(tokenizer: Any, chat: Any) -> str:
     return str(tokenizer.apply_chat_template(messages, tokenize=False))
 
 
+def mapped_lengths(tokenizer: Any, folder: Path) -> list[int]:
+    """Tokens of each chat, as people count them with `datasets.map`, transformers' template and the tokenizer."""
+
+    def count(batch: dict[str, list[Any]]) -> dict[str, list[int]]:
+        texts = [tokenizer.apply_chat_template(messages, tokenize=False) for messages in batch["messages"]]
+        return {"tokens": [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]}
+
+    with tempfile.TemporaryDirectory(dir=folder) as cache:  # nothing is remembered from turn to turn
+        rows = datasets.load_dataset("json", data_files=str(folder / "texts.jsonl"), split="train", cache_dir=cache)
+        lengths: list[int] = rows.map(count, batched=True, batch_size=200, remove_columns=rows.column_names)["tokens"]
+        return list(lengths)
+
+
+def same_lengths(source: Source, processor: Any, folder: Path) -> int:
+    """Rows whose length is the same on both sides."""
+    encoder, lengths = Encoder(processor.tokenizer), mapped_lengths(processor.tokenizer, folder)
+    return sum(encoder.measure(source[row]).tokens == length for row, length in enumerate(lengths))
+
+
 def header_read(path: str | None) -> int:
     """The tokens that an image of that size would have without any rule; only the reading counts."""
     assert path is not None
@@ -152,17 +175,27 @@ def render(record: dict[str, Any]) -> str:
     rows = []
     titles = {
         ("text", "bare"): "texts, bare tokenizer",
+        ("text", "mapped"): "texts, datasets.map",
         ("text", "indexed"): "texts, indexed",
         ("images", "bare"): "images, bare headers",
         ("images", "indexed"): "images, indexed",
     }
     for (kind, side), title in titles.items():
+        if side not in record[kind]["seconds"]:  # a record from before the side was measured
+            continue
         seconds = record[kind]["seconds"]
         rate = record["rows"] / seconds[side]["median"]
         share = seconds["bare"]["median"] / seconds[side]["median"]
         low, high = (record["rows"] / seconds[side][end] for end in ("max", "min"))
         rows.append([title, f"{rate:,.0f}", f"{low:,.0f} to {high:,.0f}", f"{100 * share:.0f} %"])
     mean = record["text"]["characters"] / record["rows"]
+    same = record["text"].get("same_lengths")
+    peer = (
+        "datasets.map reads the same file, renders by transformers' template, and tokenises in batches of 200. "
+        f"{same:,} of {record['rows']:,} lengths are the same on both sides. "
+        if same is not None
+        else ""
+    )
     return "\n".join(
         [
             "# How fast lengths are indexed",
@@ -171,7 +204,7 @@ def render(record: dict[str, Any]) -> str:
             "the limit is the bare tokenizer on the very same texts, already rendered. Images are JPEGs of "
             f"{IMAGE_SIZE[0]} x {IMAGE_SIZE[1]} pixels in chats of a few words, and the limit is opening each with "
             "Pillow and reading its size and EXIF, without a chat. Indexing reads the rows, renders and tokenises each "
-            "chat, finds the supervised tokens and writes Parquet. Seconds are the process's CPU time: rows per "
+            f"chat, finds the supervised tokens and writes Parquet. {peer}Seconds are the process's CPU time: rows per "
             "second of one core that nothing else uses.",
             "",
             markdown_table(["", "rows/s", "range", "of the limit"], rows),

@@ -115,8 +115,8 @@ class Tokeniser:
         """
         expanded, ends, shifts, counts, inside = self._expand(text, written, where)
         adds = self._adds_special and not text.startswith(self.tokenizer.bos_token or "\0")
-        out = self._encode(expanded, adds, where)
-        starts = np.fromiter((start for start, _ in out["offset_mapping"]), np.int64, len(out["input_ids"]))
+        out = self._encode(expanded, adds, where, return_offsets_mapping=True)
+        starts = np.array([start for start, _ in out["offset_mapping"]], np.int64)
         supervised = np.zeros(len(starts), np.bool_)
         for span in spans:
             first, last = (place + shifts[bisect_right(ends, place)] for place in span)
@@ -138,7 +138,7 @@ class Tokeniser:
                 model does not know.
         """
         if isinstance(content, str):
-            out = self._encode(content, True, where)
+            out = self._encode(content, True, where, return_special_tokens_mask=True)
             ids = _framed_once(self._checked_ids(out["input_ids"], where), out["special_tokens_mask"])
             end = self.tokenizer.eos_token_id
             if end is not None and (not len(ids) or ids[-1] != end):
@@ -186,7 +186,7 @@ class Tokeniser:
             "tokenizer calls them special, and training adds rows; `headway init` writes the list."
         )
 
-    def _encode(self, text: str, adds_special: bool, where: str) -> Any:
+    def _encode(self, text: str, adds_special: bool, where: str, **returned: bool) -> Any:
         if len(text) > self._max_characters:
             raise DataError(
                 f"its text has {len(text):,} characters, more than the limit of {self._max_characters:,}: tokenising "
@@ -197,11 +197,10 @@ class Tokeniser:
             return self.tokenizer(
                 text,
                 add_special_tokens=adds_special,
-                return_offsets_mapping=True,
                 return_attention_mask=False,
                 return_token_type_ids=False,
-                return_special_tokens_mask=True,
                 verbose=False,
+                **returned,
             )
 
     def _expand(

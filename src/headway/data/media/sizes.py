@@ -42,7 +42,7 @@ class MediaSizes:
     max_frames: int | None = None
 
     def __bool__(self) -> bool:
-        return bool(self.changes)
+        return self != _NONE
 
     @property
     def changes(self) -> dict[str, int | float]:
@@ -105,6 +105,9 @@ class MediaSizes:
         changed = rules.with_settings(**own)
         _check_order(wanted, "video_min_pixels", changed.min_pixels, "video_max_pixels", changed.max_pixels)
         return changed
+
+
+_NONE = MediaSizes()  # bounds of the model's folder alone
 
 
 def _listed(wanted: Mapping[str, Any]) -> str:
