@@ -85,7 +85,7 @@ def main() -> None:
         torch.set_num_threads(options.threads)
     device = torch.device(options.device)
     record: dict[str, Any] = {"what": "throughput", "environment": environment(device), "rounds": options.rounds}
-    record |= {"workers": WORKERS, "mixes": []}
+    record |= {"workers": WORKERS, "head": "labelled tokens", "mixes": []}
     cases = {
         "text": (partial(text_mix, POOL_STEPS * text.batch), text),
         "images": (partial(images_mix, POOL_STEPS * text.batch), text),
@@ -217,8 +217,9 @@ def _notes(record: dict[str, Any], *, on_cpu: bool) -> list[str]:
     method = (
         f"{' to '.join(map(str, done))} {'round' if done == [1] else 'rounds'}, contenders interleaved within each; "
         "ratios are of useful FLOPs per second, taken within a round. Only real tokens count, and useful FLOPs are "
-        "what `headway.count` finds for the very samples that were trained, without padding and with a head on "
-        "labelled tokens alone: where a contender trains other samples than the rest "
+        "what `headway.count` finds for the very samples that were trained, without padding"
+        f"{' and with a head on labelled tokens alone' if 'head' in record else ''}: where a contender trains "
+        "other samples than the rest "
         f"(group_by_length, TRL{', headway train' if has_train else ''}), they compare like work, and tokens do not."
     )
     if on_cpu:
