@@ -21,7 +21,7 @@ APART = {
     "BartConfig": DIFFERS,
     "GPTJConfig": "a pack ends in an error (RuntimeError",
     "MptConfig": "a pack ends in an error (AttributeError",
-    "RwkvConfig": "a pack ends in an error (This model's recurrent layers",
+    "RwkvConfig": "a pack ends in an error (Headway cannot train this model on packs, because its recurrent layers",
 }
 LONG_ROPE = {
     "rope_type": "longrope",

@@ -118,7 +118,7 @@ def test_a_run_ends_after_evaluations_that_do_not_better_it_and_its_best_checkpo
     assert f"ended early, after step {last} of 60" in report_page(read_run(config.run.folder))
 
     # it is complete: nothing is left to resume, unless more patience is asked for
-    with pytest.raises(RunCompleteError, match=r"4 evaluations were no better than loss .* eval\.stop_after 4"):
+    with pytest.raises(RunCompleteError, match=r"4 evaluations were no better than loss .* eval\.stop_after is 4"):
         train(config, resume=True)
     exit_code, said = headway("train", path, "--resume-if-any")
     assert (exit_code, "ended early" in said) == (0, True)

@@ -84,7 +84,7 @@ def test_a_run_that_went_on_where_it_was_is_proved_as_far_as_there_are_witnesses
     table = checked.as_table()
     assert "nothing was lost or repeated in steps 1 to 8" in table
     assert "samples of steps 9 to 10" in table
-    assert "at the right place after step 4: no later step to compare" in table
+    assert "at the right place after step 4, because there is no later step to compare" in table
     assert "losses, gradient norms" in table
     take(tmp_path / "whole", 1, 12)
     checked = check_run(killed, tmp_path / "whole")
@@ -114,7 +114,7 @@ def test_a_checkpoint_of_other_samples_is_found(killed):
 
 def test_records_that_end_before_a_checkpoint_are_found(killed):
     save(killed, 12)
-    assert check_run(killed).faults == ("there is a checkpoint of step 12, and the records end at step 10",)
+    assert check_run(killed).faults == ("there is a checkpoint of step 12, but the records end at step 10",)
 
 
 def test_a_run_that_differs_from_another_is_found(killed, tmp_path):

@@ -37,7 +37,7 @@ def test_a_damaged_line_inside_is_an_error_with_its_number(tmp_path):
     path = tmp_path / "metrics.jsonl"
     for damaged in ("oops", "[" * 5000, f'{{"step": {"9" * 5000}}}'):
         path.write_text(lines(1) + damaged + "\n" + lines(2))
-        with pytest.raises(TrainingError, match="line 2 is no record"):
+        with pytest.raises(TrainingError, match="line 2 is not the record"):
             MetricsLog(path, last_step=3)
 
 

@@ -69,7 +69,9 @@ def test_a_file_system_without_locks_is_a_warning_and_no_obstacle(config, monkey
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr("fcntl.flock", refuse)
-    with pytest.warns(RuntimeWarning, match=r"without locks \(No locks available\): a second process"):
+    with pytest.warns(
+        RuntimeWarning, match=r"without locks \(No locks available\), so Headway would not notice a second process"
+    ):
         begin(config)
     with pytest.warns(RuntimeWarning, match="goodput.jsonl lies on a file system without locks") as warned:
         LineFile(config.run.folder / "goodput.jsonl", exclusive=True).close()

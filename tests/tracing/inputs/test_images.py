@@ -161,7 +161,7 @@ def test_one_image_with_each_text():
     assert cost.count(Workload([100, 100], images=[(1, 4, 4)] * 2)).forward > text
     with pytest.raises(WorkloadError, match="2 images in 1 segments"):
         cost.count(Workload([100], images=[(1, 4, 4)] * 2))
-    with pytest.raises(WorkloadError, match="takes 1x4x4 patches"):
+    with pytest.raises(WorkloadError, match="Give 1x4x4 patches"):
         cost.count(Workload([100], images=[(1, 8, 8)]))
 
 

@@ -75,7 +75,7 @@ def test_a_whisper_of_the_large_size_costs_what_its_layers_say():
 
 def test_an_encoder_of_one_length_refuses_another():
     cost = trace(built("Whisper"))
-    with pytest.raises(WorkloadError, match="give 100 for each segment"):
+    with pytest.raises(WorkloadError, match="Give 100 for each segment"):
         cost.count(Workload([5], sources=[60]))
 
 
