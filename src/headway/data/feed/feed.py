@@ -213,8 +213,7 @@ class Feed(ABC):
         """End the workers; the next step, if asked for, is the one after the last handed out."""
         self._steps = None
         self._pool.close()
-        if self._maker.cache is not None:  # samples that a thread of this process encoded
-            self._maker.cache.flush()
+        self._write_cache()
 
     def padding(self) -> Batch:
         """A pack without a sample, for a rank whose data have ended before the others'."""
@@ -315,10 +314,19 @@ class Feed(ABC):
         # Counts are summed over ranks when saved, so the first rank alone goes on with them.
         self._report = report if self.share.rank == 0 else FeedReport(planned=report.planned)
 
+    def _write_cache(self) -> None:
+        """Write the samples that a thread of this process encoded."""
+        if self._maker.cache is not None:
+            self._maker.cache.flush()
+            self._count_cached(self._maker.cache.take_counts())
+
+    def _count_cached(self, counts: CacheCounts) -> None:
+        if counts.trouble and not self.cached.trouble and self.share.rank == 0:
+            warnings.warn(f"{counts.trouble[:1].upper()}{counts.trouble[1:]}.", RuntimeWarning, stacklevel=2)
+        self.cached = self.cached.plus(counts)
+
     def _hand_out(self, pack: FinishedPack) -> None:
-        if pack.cached.trouble and not self.cached.trouble and self.share.rank == 0:
-            warnings.warn(f"{pack.cached.trouble[:1].upper()}{pack.cached.trouble[1:]}.", RuntimeWarning, stacklevel=2)
-        self.cached = self.cached.plus(pack.cached)
+        self._count_cached(pack.cached)
         counts, batch = self._report.samples, pack.batch
         pieces = zip(batch.origins, batch.sample_tokens, pack.pieces, pack.whole_tokens, strict=True)
         for origin, tokens, piece, whole_tokens in pieces:
