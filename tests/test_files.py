@@ -20,7 +20,7 @@ from headway.cli.app import app
 from headway.errors import UsageError
 from headway.files import is_taken, open_output, read_text, write_failure, write_output
 
-WRITES = re.compile("[Ww]rite|[Dd]raw lengths|The page|lines go")
+WRITES = re.compile("[Ww]rite|[Dd]raw lengths|The page|of the page|lines go")
 CLI = Path(__file__).parents[1] / "src/headway/cli"
 
 

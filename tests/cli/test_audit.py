@@ -518,7 +518,7 @@ def test_a_device_that_the_log_did_not_divide_by(audit):
 
 
 BAD = [
-    ("loss 1.0\nloss 0.9\n", ["--model", "qwen3-8b"], 1, "has no line that is recognised"),
+    ("loss 1.0\nloss 0.9\n", ["--model", "qwen3-8b"], 1, "has no line that Headway recognises"),
     (TEXT, ["--model", "qwen3-8b", "--seq-len", "4096"], 1, "no convention explains this torchtitan log"),
     (TEXT, [], 2, "--model is missing"),
     (TEXT, [*TITAN, "--segments", "8", "--mean-segment", "8"], 2, "contradict each other"),
@@ -528,7 +528,7 @@ BAD = [
     ('{"log_history": [', ["--model", "qwen3-8b"], 1, "starts like JSON but is not"),
     ('{"log_history": ' + "[" * 5000, ["--model", "qwen3-8b"], 1, "starts like JSON but is not"),
     ('{"log_history": [{"train_runtime": "x", "total_flos": 1}]}', ["--model", "gpt2"], 1, "that no Trainer writes"),
-    (f"completed step: {'9' * 5000}, seconds: 1.0, TFLOP/s/device: 1.0", ["--model", "gpt2"], 1, "no line that is"),
+    (f"completed step: {'9' * 5000}, seconds: 1.0, TFLOP/s/device: 1.0", ["--model", "gpt2"], 1, "no line that"),
     (
         "iter 10: loss 3.2, time 3000.00ms, mfu 30.00%\n", ["--model", "gpt2"], 2, "--seq-len is missing",
     ),

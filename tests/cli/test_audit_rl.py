@@ -272,4 +272,4 @@ def test_numbers_that_no_run_has_end_in_no_error(audit, line):
 def test_a_long_line_is_read_once(audit):
     # markers without end, on one line: each pattern passes over it once
     text = "Step 1 | " * 200_000 + "Throughput " + "perf 1: {" * 100_000 + "'a/" * 100_000
-    assert "has no line that is recognised" in audit(text, "--model", "qwen3-8b", code=1)
+    assert "has no line that Headway recognises" in audit(text, "--model", "qwen3-8b", code=1)

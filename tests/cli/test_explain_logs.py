@@ -196,7 +196,7 @@ def test_a_step_of_verl_is_its_own_timing_with_its_phases(read):
     }  # fmt: skip
     assert (phases["update_actor"]["mfu"], phases["old_log_prob"]["mfu"]) == (0.412, 0.44)
     assert record["mean"]["mfu"] is None  # that of the update is not the step's
-    assert "MFU stands at the phases for which verl prints one" in " ".join(shown.split())
+    assert "phases for which verl prints an MFU" in " ".join(shown.split())
 
 
 # A line of each tool, or the lines of a step, with the loss and the norm that stand in them.

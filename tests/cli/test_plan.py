@@ -537,7 +537,7 @@ def test_many_shards_of_few_rows_are_told(headway):
         (("--scale", "8", "--save", 3), "--save 3 cannot take effect without --mtbf"),
         (("--scale", "8", "--mtbf", -3), "--mtbf -3 is no time"),
         (("--scale", "8", "--mtbf", 0), "above 0"),
-        (("--set", "plan.device=null", "--link", 50), "cannot take effect without --device"),
+        (("--set", "plan.device=null", "--link", 50), "so they need --device"),
         (("--devices", 1, "--link", 50), "cannot take effect on one device"),
         (("--set", "plan.mix=null"), "Give --lengths FILE"),
         (("--set", "plan.device=null", "--scale", "8"), "no device is named, and --scale needs one"),

@@ -191,10 +191,10 @@ def test_every_tensor_on_a_device_is_recorded(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: recorded.append((tensor, stream)))
     batch = Collator()([]).to("meta")
     batch.record_stream("a stream")
-    assert len(recorded) == 6  # ids, labels, positions, boundaries, types, sources
+    assert len(recorded) == 7  # ids, labels, positions, boundaries, types, sources, labelled slots
     assert {stream for _, stream in recorded} == {"a stream"}
     Collator()([]).record_stream("a stream")
-    assert len(recorded) == 6
+    assert len(recorded) == 7
 
 
 def test_a_shared_block_holds_tensors_of_every_kind_and_what_is_around_them():

@@ -105,7 +105,7 @@ def run_exchanged(kind: str, config: TrainConfig, processes: int, packs: int = 1
         for number in range(packs):
             reduce_gradients(model, now=number + 1 == packs or config.parallel.reduce == "pack")
             with precision.autocast():
-                loss = trained.model_with_loss(batch.model_inputs(), labels_L, per=1)
+                loss = trained.model_with_loss(batch.model_inputs(), labels_L, per=1, labelled_K=batch.labelled_K)
             torch.autograd.backward(loss.total)
     shape = config.parallel.mesh_shape(processes)
     cost_model, _ = moments.traced(kind)

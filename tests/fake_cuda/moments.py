@@ -255,7 +255,9 @@ def train(
                 moved = batch.to(device)
                 if off is not None:
                     off.of(moved)
-                pack = trained.model_with_loss(moved.model_inputs(), moved.labels_1T[0, local_part], weigh=weigh)
+                pack = trained.model_with_loss(
+                    moved.model_inputs(), moved.labels_1T[0, local_part], weigh=weigh, labelled_K=moved.labelled_K
+                )
             with watch.at(f"{first}backward"):
                 if device.type == "cuda":
                     backward(pack.total, watch)

@@ -187,7 +187,12 @@ def _step(
     set_learning_rate(optimizer, 1e-5)
     batch = batch.to(device)
     with watch.at("forward"), precision.autocast():
-        pack = trained.model_with_loss(batch.model_inputs(), batch.labels_1T[0], per=max(1, batch.num_supervised))
+        pack = trained.model_with_loss(
+            batch.model_inputs(),
+            batch.labels_1T[0],
+            per=max(1, batch.num_supervised),
+            labelled_K=batch.labelled_K,
+        )
     with watch.at("backward"):
         backward(pack.total, watch)
         sources.index_add_(0, batch.source_of_slots(), pack.loss_T)

@@ -73,5 +73,5 @@ def test_a_loss_in_float8_is_near_and_its_gradients_are_finite():
 
 def test_a_model_without_fitting_layers_is_refused():
     model = transformers.AutoModelForCausalLM.from_config(tiny_config("gpt2"))  # its layers are convolutions of width 1
-    with pytest.raises(ConfigError, match=r"multiples of 16, and GPT2LMHeadModel has none in its blocks"):
+    with pytest.raises(ConfigError, match=r"multiples of 16, but GPT2LMHeadModel has none in its blocks"):
         use_float8(model, trace(model))

@@ -167,7 +167,7 @@ def test_no_setting_of_adapters_ends_in_an_error_of_its_own(adapters, tmp_path):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"megatron_config": {}, "megatron_core": "antigravity"}, "megatron_config is '{}'; it must be null"),
+        ({"megatron_config": {}, "megatron_core": "antigravity"}, "megatron_config is '{}', but must be null"),
         ({"layer_replication": [[0, 10**9]]}, "layer_replication is"),
         ({"r": 10**9}, "a rank is '1000000000'"),
         ({"rank_pattern": {"(a+)+$": 2}}, "is an expression with repetitions"),

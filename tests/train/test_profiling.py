@@ -39,6 +39,7 @@ def losses(config):
 def test_a_profile_holds_the_steps_that_were_asked_for(raw, digits, tmp_path, capsys):
     raw["speed"] = {"recompute": "full"}
     raw["data"]["eval"], raw["eval"] = str(digits / "data/eval.jsonl"), {"every": 3}
+    raw["data"]["cache_encoded"] = "off"  # the second run would read what the first has encoded
     plain = parse_config({**raw, "run": {**raw["run"], "folder": str(tmp_path / "plain")}})
     train(plain)
     raw["run"]["profile"] = {"start": 3, "steps": 2}

@@ -57,7 +57,7 @@ def test_the_blocks_of_one_tower_are_recomputed_and_billed(raw, tower, block):
 
 def test_a_tower_that_the_model_has_not_is_an_error(raw):
     with pytest.raises(
-        ConfigError, match=r"'audio:full': the model has no audio tower .* those of vision and language"
+        ConfigError, match=r"'audio:full': the model has no audio tower .* Its towers are vision and language"
     ):
         prepared(raw, "audio:full")
 

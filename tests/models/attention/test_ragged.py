@@ -234,7 +234,7 @@ def test_a_cudnn_that_fails_is_not_used_and_says_why(monkeypatch):
 
     monkeypatch.setattr(torch.ops.cudnn, "sdpa_bwd", fails)
     (line,) = choose_kernel("auto", CUDA)
-    assert line.endswith("as cudnn fails with RuntimeError: No valid engine configs")
+    assert line.endswith("because cudnn fails with RuntimeError: No valid engine configs")
 
 
 @pytest.mark.gpu

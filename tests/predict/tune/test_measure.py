@@ -24,7 +24,7 @@ run = pathlib.Path(config["run"]["folder"]); run.mkdir()
 with open(run / "metrics.jsonl", "w") as file:
     for step in range(config["optim"]["steps"]):
         slow = 9.0 if step < 2 else 0.5 + step % 2
-        one = {"kind": "step", "wall_s": slow, "flops": {"total": 30}, "peak_memory_bytes": 1000 + step}
+        one = {"kind": "step", "wall_s": slow, "tokens": 10, "flops": {"total": 30}, "peak_memory_bytes": 1000 + step}
         file.write(json.dumps(one) + chr(10))
     file.write(json.dumps({"kind": "evaluation"}) + chr(10))
 """
@@ -32,7 +32,9 @@ with open(run / "metrics.jsonl", "w") as file:
 
 def test_steps_behind_the_warm_up_are_timed(config):
     seen = measure(config, 1, steps=4, command=pretends(WRITES))
-    assert seen == Trial("measured", flops_per_s=120 / 4.0, step_s=1.0, peak_bytes=1000 + WARM_UP + 3)
+    assert seen == Trial(
+        "measured", flops_per_s=120 / 4.0, step_s=1.0, tokens_per_s=10.0, peak_bytes=1000 + WARM_UP + 3
+    )
 
 
 @pytest.mark.parametrize(
