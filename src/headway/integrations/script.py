@@ -227,8 +227,8 @@ class ScriptWatch:
         # Attributes of an iterator that it reads as it is asked for a batch, and writes once it has one.
         waits, arrived = partial(self._hear, ScriptMeter.hear_of_wait), partial(self._hear, ScriptMeter.got_data)
         self._iterator: Any = _BaseDataLoaderIter
-        self._iterator._profile_name = _NotedAttribute("_profile_name", on_read=waits)
-        self._iterator._num_yielded = _NotedAttribute("_num_yielded", on_write=arrived)
+        self._iterator._profile_name = _NotedAttribute("_profile_name", on_read=waits)  # type: ignore[assignment]
+        self._iterator._num_yielded = _NotedAttribute("_num_yielded", on_write=arrived)  # type: ignore[assignment]
         os.register_at_fork(after_in_child=partial(_leave_to_parent, weakref.ref(self)))
 
     def _listen(self) -> None:

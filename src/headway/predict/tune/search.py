@@ -150,14 +150,14 @@ class Search:
         if self.room_bytes is not None and not result.ranked:
             size, values = self._least
             settings = [assignment(name, value) for name, value in values.items()]
-            shorter = result.fastest_shorter
+            fastest = result.fastest_shorter
             raise PlanError(
                 f"none of {self._tried:,} choices fits {format_bytes(self.room_bytes)} on each of {self.devices} "
                 f"devices. The least that was found takes {format_bytes(size)}"
                 f"{', with ' + ', '.join(settings) if settings else ''}. Allow more with {Argument('memory')}, give "
                 f"more {Argument('devices')}, fewer {Argument('tokens_per_step')}, or hold less: optim.state=8bit, "
                 "model.lora, run.dtype."
-                + ("" if shorter is None else f" Packs that leave out samples fit: {' '.join(shorter.settings)}.")
+                + ("" if fastest is None else f" Packs that leave out samples fit: {' '.join(fastest.settings)}.")
             )
         return replace(result, seconds=time.perf_counter() - start_s)
 
