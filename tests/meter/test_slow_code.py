@@ -9,7 +9,6 @@ import torch
 
 from headway.explain.trace import read_trace
 from headway.explain.waterfall import explain
-from headway.meter import slow_code
 from headway.meter.slow_code import SlowCode, slow_code_of, slow_code_of_loop, slow_code_of_plan, slow_code_table
 from helpers.traces import PUBLISHED, US, paced_steps
 
@@ -169,16 +168,12 @@ def test_samples_that_the_loops_own_process_makes_are_told_where_the_step_waits(
     assert [row.name for row in slow_code_of_loop(300, None, 0.0)] == ["tower-of-few-patches"]
 
 
-def test_a_plan_names_the_fallbacks_and_the_small_towers_of_its_model(monkeypatch):
+def test_a_plan_names_the_fallbacks_and_the_small_towers_of_its_model():
     paths = {"model.layers.0.linear_attn.in_proj_qkv", "model.visual.blocks.0.mlp"}
-    monkeypatch.setattr("headway.meter.slow_code.find_spec", lambda _name: None)
-    slow_code._installed.cache_clear()
-    assert [row.name for row in slow_code_of_plan(paths, 256)] == ["gated-delta-rule-in-python", "tower-of-few-patches"]
-    assert [row.name for row in slow_code_of_plan({"model.layers.0.self_attn.q_proj"}, 256)] == []
-    monkeypatch.setattr("headway.meter.slow_code.find_spec", lambda name: name)
-    slow_code._installed.cache_clear()
-    assert slow_code_of_plan(paths, 4096) == []
-    slow_code._installed.cache_clear()
+    names = [row.name for row in slow_code_of_plan(paths, 256, set())]
+    assert names == ["gated-delta-rule-in-python", "tower-of-few-patches"]
+    assert slow_code_of_plan({"model.layers.0.self_attn.q_proj"}, 256, set()) == []
+    assert slow_code_of_plan(paths, 4096, {"fla"}) == []
 
 
 def test_the_table_reads_as_rows():

@@ -22,7 +22,7 @@ from headway.predict.engine import Engine
 from headway.predict.kernel_bytes import clipping_bytes, loss_bytes, own_update, update_bytes
 from headway.predict.recipe import State, state_of
 from headway.predict.speeds import HEAD_SIZE, PRODUCTS, Cases, Speeds
-from headway.predict.step_time import StepTimes, StepWork, product_shape, shapes_of
+from headway.predict.step_time import LOSS_LAUNCHES, StepTimes, StepWork, product_shape, shapes_of
 from headway.predict.weights import values_of_experts
 
 SPEEDS = Speeds("mine", 100.0, Cases.exact(10.0), "", {(8, 4, 2): 50.0}, {8: (20.0, 10.0)}, host_s=0.0)
@@ -42,7 +42,9 @@ def tiny(**changes):
 
 
 def saved(per_token=5):
-    block = SavedBlock({"tokens": per_token * ONE}, {"tokens": ONE}, {"tokens": ONE}, {})
+    block = SavedBlock(
+        {"tokens": per_token * ONE}, {"tokens": ONE}, {"tokens": ONE}, {}, {"forward": 2 * ONE, "backward": 4 * ONE}
+    )
     return SavedActivations({"": SavedBlock({}, {}, {}, {}), "layers.0": block})
 
 
@@ -102,9 +104,9 @@ def test_what_runs_in_part_takes_the_host_in_part():
         step = StepTimes(cost_model, saved(), host).predict(work(cost_model), replace(EAGER, **changes))
         return seconds(step)["idle.launch"]
 
-    assert launched(tiny()) == pytest.approx(2)  # a linear module and attention, forward and backward
-    assert launched(tiny(), recompute="full") == pytest.approx(2 + 2 / 3)
-    assert launched(tiny().freeze(["*"])) == pytest.approx(2 / 3)
+    assert launched(tiny()) == pytest.approx(LOSS_LAUNCHES + 6)  # forward and backward
+    assert launched(tiny(), recompute="full") == pytest.approx(LOSS_LAUNCHES + 8)
+    assert launched(tiny().freeze(["*"])) == pytest.approx(LOSS_LAUNCHES + 2)
 
 
 def test_recomputation_costs_forward_again_and_its_bytes():
@@ -134,10 +136,10 @@ def test_padding_accumulation_imbalance_and_launches_have_their_lines():
     uneven = times.predict(work(tiny(), balance=0.5), EAGER)
     assert seconds(uneven)["communication.waiting"] == pytest.approx(plain.step_s)
     late, behind = (
-        StepTimes(tiny(), saved(), replace(SPEEDS, host_s=250.0, runs_ahead=ahead)).predict(work(tiny()), EAGER)
+        StepTimes(tiny(), saved(), replace(SPEEDS, host_s=25.0, runs_ahead=ahead)).predict(work(tiny()), EAGER)
         for ahead in (True, False)
     )
-    assert late.step_s == pytest.approx(500.0)  # of two rows
+    assert late.step_s == pytest.approx(500.0)  # of 20 launches
     assert seconds(late)["idle.launch"] == pytest.approx(500 - plain.step_s)
     assert behind.step_s == pytest.approx(500 + plain.step_s)
 

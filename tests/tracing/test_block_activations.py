@@ -80,6 +80,33 @@ def test_a_compiled_block_saves_about_what_fused_operations_are_said_to(family):
     assert said < bytes_of(block.plain, Workload([TOKENS]))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own uses
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3"])
+def test_compiled_blocks_never_keep_more_than_plain_ones(family):
+    """PyTorch's partitioner decides what a compiled graph keeps; nothing is compiled to code."""
+    kept = []
+    for is_compiled in (False, True):
+        model = tiny(family, torch.bfloat16)
+        blocks = [module for path, module in model.named_modules() if path in saved_by_block(model).blocks and path]
+        for block in blocks if is_compiled else ():
+            block.compile(backend="aot_eager_decomp_partition")
+        storages = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+        seen = {}
+
+        def pack(tensor, seen=seen, storages=storages):
+            storage = tensor.untyped_storage()
+            if tensor.is_floating_point() and storage._cdata not in storages:
+                seen[storage._cdata] = storage  # held: an address stays its own
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            model(input_ids=torch.zeros(1, TOKENS, dtype=torch.int64), use_cache=False)
+        kept.append(sum(storage.nbytes() for storage in seen.values()))
+    assert 0 < kept[1] <= kept[0]
+    for block in saved_by_block(tiny(family, torch.bfloat16)).blocks.values():
+        assert bytes_of(block.fused, Workload([TOKENS])) <= bytes_of(block.plain, Workload([TOKENS]))
+
+
 def test_a_recomputed_block_keeps_its_input_alone():
     model = tiny("llama", torch.float32)
     saved = saved_by_block(model)

@@ -150,6 +150,14 @@ def plan(
     ] = None,
     sizes: SizeOptions,
     link_options: LinkOptions,
+    assume: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PACKAGE",
+            help="Kernels on the machine that trains, such as flash-linear-attention; none for none. Repeatable; those "
+            "installed here if not given.",
+        ),
+    ] = None,
     settings: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -173,6 +181,8 @@ def plan(
         (len(recipes) > 1 and value is not None, f"{option} is for one run; name one of {', '.join(recipes)}.")
         for option, value in single.items()
     )
+    if assume:
+        settings = [*(settings or []), f"plan.assume={json.dumps(assume)}"]
     runs = [
         _requested(recipe, device, length, price, work, tokens_per_sample, lengths, data, settings)
         for recipe in recipes

@@ -61,6 +61,7 @@ def plan_text(planned: "Prediction", totals: "RunTotals | None") -> str:
         ("step", cases_text(time.seconds, format_duration)),
         ("MFU", cases_text(time.mfu, format_share)),
         ("tokens/s", cases_text(time.tokens_per_s, lambda rate: format_count(round(rate)))),
+        ("launches", _launches_text(time)),
     ]
     if packs.reference is not None:
         flops = format_flops(packs.reference.total)
@@ -100,6 +101,13 @@ def other_packs_text(other: "OtherPacks") -> str:
     settings = wrap(" ".join(f"--set\xa0{setting}" for setting in choice.settings), 76, break_long_words=False)
     pasted = " \\\n  ".join(settings).replace("\xa0", " ")
     return f"{render_lines([f'{line}{format_bytes(choice.memory.peak)}. {longer}{of}.'])}\n  {pasted}"
+
+
+def _launches_text(time: "StepForecast") -> str:
+    """Number of operators that the host launches in a step, its time for them, and whether the device hides it."""
+    shown = time.line("idle.launch").expected
+    place = f"{format_duration(shown)} of it show" if shown else "hidden behind the device"
+    return f"{format_count(time.launches)} a step, {format_duration(time.launching.expected)} of the host, {place}"
 
 
 def plans_text(names: "Sequence[str]", plans: "Sequence[tuple[Prediction, RunTotals | None]]") -> str:

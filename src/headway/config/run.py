@@ -147,6 +147,11 @@ class PlanConfig(Section):
         description="Engine that runs the recipe: headway, or another tool's with its kernels and rates, such as "
         "megatron or automodel (docs/plan-accuracy.md lists them)",
     )
+    assume: list[str] | None = Field(
+        default=None,
+        description="Packages of kernels on the machine that trains: none, flash-linear-attention, causal-conv1d, "
+        "mamba-ssm. Null means those that are installed here",
+    )
     power_w: float | None = Field(
         default=None,
         gt=0.0,

@@ -6,7 +6,7 @@ is planned without torch.
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cache
 from typing import Any
@@ -37,6 +37,15 @@ class SavedBlock:
     # outputs of attention's kernels and, in float32, the log-sum-exp of each query's scores; attention whose outputs
     # are kept is not recomputed
     attention: Rows
+    # operators that the block launches of a pack in "forward" and in "backward", and in "fused forward" and "fused
+    # backward" if its elementwise operations are fused; those behind " a segment" and " a token" come for each of these
+    launches: Rows = field(default_factory=dict)
+
+    def num_launches(self, phase: str, slots: float, segments: float, *, fused: bool) -> float:
+        """Count the operators that a phase launches of a pack of so many slots and segments."""
+        key = f"fused {phase}" if fused else phase
+        rows = ((key, 1.0), (f"{key} a segment", segments), (f"{key} a token", slots))
+        return sum(float(self.launches.get(name, 0)) * times for name, times in rows)
 
 
 @dataclass(frozen=True)
@@ -134,4 +143,4 @@ def _shipped() -> dict[str, dict[str, list[Any]]]:
 
 
 def _parts(block: SavedBlock) -> tuple[Rows, ...]:
-    return block.plain, block.fused, block.entry, block.attention
+    return block.plain, block.fused, block.entry, block.attention, block.launches

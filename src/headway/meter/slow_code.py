@@ -10,6 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from headway.errors import UsageError
+
 _WAITED = 0.05  # part of the time; a loader that keeps up is not waited for
 
 
@@ -100,7 +102,7 @@ def slow_code_of(model: Any) -> list[SlowCode]:
     versions = {"torch": str(torch.__version__)}
     if number:  # 91002 is 9.10.2
         versions["cudnn"] = f"{number // 10000}.{number // 100 % 100}.{number % 100}"
-    return [row for row in slow_code_table() if row.is_in(classes, settings, versions, _installed())]
+    return [row for row in slow_code_table() if row.is_in(classes, settings, versions, installed_kernels())]
 
 
 def slow_code_of_loop(patches: float, num_workers: int | None, data_wait_share: float) -> list[SlowCode]:
@@ -109,18 +111,36 @@ def slow_code_of_loop(patches: float, num_workers: int | None, data_wait_share: 
     return [row for row in slow_code_table() if row.has_few(patches) or row.num_workers == waits_for]
 
 
-def slow_code_of_plan(paths: Collection[str], patches: float) -> list[SlowCode]:
-    """Find the code known to be slow that a model would run here, by its modules' paths and the patches of a pack."""
+def slow_code_of_plan(paths: Collection[str], patches: float, packages: Collection[str]) -> list[SlowCode]:
+    """Find the code known to be slow that a model would run, by its modules' paths, a pack's patches and packages."""
     return [
         row
         for row in slow_code_table()
-        if row.is_at(paths) and (row.has_few(patches) or any(package not in _installed() for package in row.missing))
+        if row.is_at(paths) and (row.has_few(patches) or any(package not in packages for package in row.missing))
     ]
 
 
+_DISTRIBUTIONS = {"flash-linear-attention": "fla", "causal-conv1d": "causal_conv1d", "mamba-ssm": "mamba_ssm"}
+
+
 @cache
-def _installed() -> frozenset[str]:
-    return frozenset(package for row in slow_code_table() for package in row.missing if find_spec(package) is not None)
+def installed_kernels() -> frozenset[str]:
+    """Packages of kernels for recurrent layers that are installed, by the names under which they are imported."""
+    return frozenset(package for package in _DISTRIBUTIONS.values() if find_spec(package) is not None)
+
+
+def kernel_package(distribution: str) -> str:
+    """Name under which a package of kernels is imported.
+
+    Raises:
+        UsageError: no recurrent layer has kernels from it.
+    """
+    if distribution not in _DISTRIBUTIONS:
+        raise UsageError(
+            f"{distribution} is no package of kernels for recurrent layers; known are none, "
+            f"{', '.join(_DISTRIBUTIONS)}."
+        )
+    return _DISTRIBUTIONS[distribution]
 
 
 def _is_within(version: str | None, span: tuple[str, str]) -> bool:

@@ -23,6 +23,7 @@ from headway.models.attention import use_attention
 from headway.models.blocks import decoder_of
 from headway.models.delta_rule import packed_convolution, packed_gated_delta_rule, segment_numbers
 from headway.models.waits import on_pack
+from headway.tracing.launches import RunningCode, Way
 
 _NO_BOUNDARIES_MESSAGE = (
     "Headway cannot train this model on packs, because its recurrent layers would carry their state from one sample "
@@ -32,7 +33,7 @@ _NO_BOUNDARIES_MESSAGE = (
 
 # transformers' functions that take boundaries where a package has their kernel: the argument that brings them, and the
 # same function over a pack
-_TAKE_BOUNDARIES = {
+_TAKE_BOUNDARIES: dict[str, tuple[str, Callable[..., Any]]] = {
     "torch_chunk_gated_delta_rule": ("cu_seqlens", packed_gated_delta_rule),
     "causal_conv1d_fn": ("seq_idx", packed_convolution),
 }
@@ -48,33 +49,51 @@ def separate_segments(model: nn.Module) -> None:
     One that other arguments do not reach refuses a pack, and so do one that attends too, and a model that says that it
     keeps a state (`_is_stateful`) where no such layer is found.
     """
-    recurrent = [
-        module
-        for module in model.modules()
-        if _is_recurrent(module) and not any(_is_recurrent(part) for part in module.modules() if part is not module)
-    ]
+    recurrent = recurrent_layers(model)
     for module in recurrent:
         if "ALL_ATTENTION_FUNCTIONS" in names_read(module):
             module.register_forward_pre_hook(_refuse_pack, with_kwargs=True)
-        else:
-            vars(module)["forward"] = _separated(module.forward, at_once=takes_boundaries(module))
+            continue
+        at_once = hands_boundaries_on(module)
+        if at_once:
+            _teach_boundaries(vars(sys.modules[type(module).__module__]))
+        vars(module)["forward"] = _separated(module.forward, at_once=at_once)
     if not recurrent and any(_says_so(module) for module in model.modules()):
         model.register_forward_pre_hook(_refuse_pack, with_kwargs=True)
 
 
-def takes_boundaries(module: nn.Module) -> bool:
-    """Tell whether a recurrent layer hands boundaries on, so that it runs over a pack at once.
+def recurrent_layers(model: nn.Module) -> list[nn.Module]:
+    """List a model's recurrent layers, none of which holds another."""
+    return [
+        module
+        for module in model.modules()
+        if _is_recurrent(module) and not any(_is_recurrent(part) for part in module.modules() if part is not module)
+    ]
 
-    Its functions that have no kernel here are made to take boundaries.
-    """
-    forward = inspect.unwrap(type(module).forward)
-    if "cu_seq_lens_q" not in forward.__code__.co_consts:
-        return False
-    namespace = vars(sys.modules[type(module).__module__])
+
+def running_code(packages: frozenset[str]) -> RunningCode:
+    """Describe the code that runs recurrent layers on a machine with some packages of kernels."""
+
+    def way_of(module: nn.Module) -> Way:
+        if module not in recurrent_layers(module):
+            return ""
+        return "pack" if hands_boundaries_on(module) else "segment"
+
+    over_pack = {name: function for name, (_, function) in _TAKE_BOUNDARIES.items()}
+    return RunningCode(way_of, over_pack, packages)
+
+
+def hands_boundaries_on(module: nn.Module) -> bool:
+    """Tell whether a recurrent layer hands boundaries on to its functions, so that it runs over a pack at once."""
+    return "cu_seq_lens_q" in inspect.unwrap(type(module).forward).__code__.co_consts
+
+
+def _teach_boundaries(namespace: dict[str, Any]) -> None:
+    """Make the functions of a module of transformers that have no kernel here take boundaries."""
     for name, (argument, over_pack) in _TAKE_BOUNDARIES.items():
-        if not hasattr(namespace.get(name), "over_pack") and not has_kernel(namespace.get(name)):
-            namespace[name] = _taking(namespace[name], argument, over_pack)
-    return True
+        function = namespace.get(name)
+        if function is not None and not hasattr(function, "over_pack") and not has_kernel(function):
+            namespace[name] = _taking(function, argument, over_pack)
 
 
 def has_kernel(function: Any) -> bool:

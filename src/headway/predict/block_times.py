@@ -191,7 +191,7 @@ def with_blocks(speeds: Speeds, blocks: TimedBlocks) -> Speeds:
         pack = Workload(list(segments))
         work = StepWork(blocks.cost_model.count(pack), pack, packs=1, tokens=pack.tokens)
         computed = sum(cases.expected for cases in times.computed_s(work, state).values())
-        rows.append((computed, times.moved_bytes(work, state), times.launches(state)))
+        rows.append((computed, times.moved_bytes(work, state), times.launches(state, pack.slots, pack.num_segments)))
     took = np.array([*blocks.seconds.values()])
     computed, moved, launches = np.array(rows).T
     if speeds.runs_ahead:

@@ -2,10 +2,12 @@
 
 from headway.count import CostModel
 from headway.count.units import head_features, head_parameter
-from headway.count.updating import RULES
+from headway.count.updating import NEWTON_SCHULZ, RULES
 from headway.predict.activations import BFLOAT16, FLOAT32
 from headway.predict.engine import Update
 from headway.predict.recipe import State
+from headway.predict.speeds import Shape
+from headway.predict.weights import muon_matrices
 
 COPIED, ROUNDED, CODED = 2, 30, 46
 """Bytes that "separate" moves beside those of float32 for a number held in another type: how often it is read or
@@ -123,3 +125,19 @@ def loss_bytes(cost_model: CostModel, slots: float, state: State, *, fused: bool
     logit += losses_alone if state.weighs else 0
     has_gradient = number is not None and cost_model.parameters[number].trainable
     return slots * vocabulary * logit + (width * vocabulary * weight if has_gradient else 0)
+
+
+def muon_products(cost_model: CostModel) -> list[tuple[Shape, int]]:
+    """List the products by which Muon orthogonalises its matrices: a shape that stands for them, and FLOPs of all.
+
+    Args:
+        cost_model: of the model, with what is frozen frozen.
+
+    Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/: of an m x n matrix with m <= n an iteration
+    is X X' (2 m m n), its square (2 m m m) and its product with X (2 m m n).
+    """
+    products = []
+    for (rows, columns), count in muon_matrices(cost_model).items():
+        m, n = min(rows, columns), max(rows, columns)
+        products.append(((m, m, n), count * NEWTON_SCHULZ * (4 * m * m * n + 2 * m**3)))
+    return products

@@ -32,7 +32,7 @@ from headway.predict.recipe import (
     sharing_of,
     state_of,
 )
-from headway.predict.saved import learning_model, saved_of_recipe, saved_with_adapters
+from headway.predict.saved import learning_model, packages_of, saved_of_recipe, saved_with_adapters
 from headway.predict.speeds import Speeds
 from headway.predict.step_time import StepForecast, StepTimes, StepWork
 from headway.predict.weights import padding_of, trained_of_process
@@ -210,6 +210,7 @@ class Predictor:
             flops=packs.flops,
             pack=pack,
             packs=config.optim.accumulation,
+            segments=packs.samples_per_pack,
             tokens=tokens * (shape.world_size // shape.sequence) * config.optim.accumulation,
             devices=devices,
             sequence=shape.sequence,
@@ -268,7 +269,9 @@ class Predictor:
         for line in forward.lines:
             mine = lines.get(line.key)
             lines[line.key] = line if mine is None else replace(mine, seconds=mine.seconds + line.seconds)
-        return replace(step, lines=tuple(lines.values()), flops=step.flops + forward.flops)
+        launches, launching = step.launches + forward.launches, step.launching + forward.launching
+        flops = step.flops + forward.flops
+        return replace(step, lines=tuple(lines.values()), flops=flops, launches=launches, launching=launching)
 
     def _notes(self, config: TrainConfig, shape: MeshShape, packs: Packs | None, most_patches: int) -> list[str]:
         """Describe the recomputation of a size, its known slow code and the gaps of its numbers, a clause each."""
@@ -299,7 +302,7 @@ class Predictor:
         patches = packs.mean_patches if packs is not None else 0.0
         notes += [
             f"known slow code ({row.name}), unless it is mended where the run is: {row.text.removesuffix('.')}"
-            for row in slow_code_of_plan({row.module for row in cost_model.rows}, patches)
+            for row in slow_code_of_plan({row.module for row in cost_model.rows}, patches, packages_of(config))
         ]
         if config.objective is not None:
             notes.append(

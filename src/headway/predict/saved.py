@@ -16,6 +16,7 @@ from headway.count import CostModel, load_cost_model
 from headway.count.activations import SavedActivations, SavedByPrecision, shipped_activations
 from headway.count.models import shipped_name
 from headway.log.working import working
+from headway.meter.slow_code import installed_kernels, kernel_package
 from headway.predict.activations import BFLOAT16, FLOAT32
 
 _ESTIMATED = (
@@ -41,15 +42,23 @@ def learning_model(model: ModelConfig, cost_model: CostModel) -> CostModel:
 
 def saved_of_recipe(config: TrainConfig) -> SavedByPrecision:
     """Activations that autograd saves of a recipe's model, by precision, each read or traced when it is looked up."""
-    return SavedByPrecision(partial(saved_as_trained, config.model))
+    return SavedByPrecision(partial(saved_as_trained, config.model, packages=packages_of(config)))
 
 
-def saved_as_trained(model: ModelConfig, precision: str) -> SavedActivations:
+def packages_of(config: TrainConfig) -> frozenset[str]:
+    """Packages of kernels on the machine that trains, by the names under which they are imported."""
+    if config.plan.assume is None:
+        return installed_kernels()
+    return frozenset(kernel_package(name) for name in config.plan.assume if name != "none")
+
+
+def saved_as_trained(model: ModelConfig, precision: str, *, packages: frozenset[str] = frozenset()) -> SavedActivations:
     """Read or trace the activations that autograd saves of a recipe's model.
 
     Args:
         model: the recipe's section.
         precision: one of `headway.count.activations.PRECISIONS`.
+        packages: of kernels on the machine that trains.
 
     Raises:
         TraceError: the model cannot be traced.
@@ -67,7 +76,7 @@ def saved_as_trained(model: ModelConfig, precision: str) -> SavedActivations:
         return _estimated(model, shipped, precision)
     with working(f"tracing what autograd saves of {model.path}"):
         if shipped is None or model.has_own_shape:
-            return saved_of_partly_trained(named_config(model.path), model, precision)
+            return saved_of_partly_trained(named_config(model.path), model, precision, packages=packages)
         # a shipped model never changes: one trace serves all that ask in a process
         key = model.model_dump_json(include={"path", "freeze", "lora", "base"})
         return _traced_of_shipped(shipped, key, precision)
@@ -82,7 +91,12 @@ def _traced_of_shipped(shipped: str, learns: str, precision: str) -> SavedActiva
 
 
 def saved_of_partly_trained(
-    architecture: Any, learns: ModelConfig, precision: str, ledger: CostModel | None = None
+    architecture: Any,
+    learns: ModelConfig,
+    precision: str,
+    ledger: CostModel | None = None,
+    *,
+    packages: frozenset[str] = frozenset(),
 ) -> SavedActivations:
     """Trace the activations from a transformers configuration.
 
@@ -91,9 +105,11 @@ def saved_of_partly_trained(
         learns: what of it is frozen, and its adapters.
         precision: as for `saved_as_trained`.
         ledger: cost model of the model as it is built; traced when None.
+        packages: of kernels on the machine that trains.
     """
     import torch
 
+    from headway.models.recurrent import running_code
     from headway.optim import freeze, put_adapters, with_new_rows
     from headway.tracing import trace
     from headway.tracing.activations import saved_by_block
@@ -103,7 +119,8 @@ def saved_of_partly_trained(
     model: Any = model_on_shapes(with_new_rows(architecture, learns), dtype)
     if learns.freeze or learns.lora:
         put_adapters(model, freeze(model, ledger or trace(model), learns.freeze), learns)
-    return saved_by_block(model, autocast=torch.bfloat16 if precision == "bfloat16-autocast" else None)
+    autocast = torch.bfloat16 if precision == "bfloat16-autocast" else None
+    return saved_by_block(model, autocast=autocast, code=running_code(packages))
 
 
 def _estimated(model: ModelConfig, shipped: str, precision: str) -> SavedActivations:

@@ -17,11 +17,11 @@ from headway.count import CostModel, FlopCount, Workload, drivers
 from headway.count.activations import SavedActivations, bytes_of
 from headway.count.flop_count import FlopRow
 from headway.count.quantised import quantised_parameters
-from headway.count.recompute import result_kind, with_head
+from headway.count.recompute import with_head
 from headway.count.rows import Row
 from headway.count.step_facts import flops_on_padding
 from headway.count.units import block_of, chosen_blocks, remembered
-from headway.count.updating import NEWTON_SCHULZ, RULES, trained_by_rule
+from headway.count.updating import RULES, trained_by_rule
 from headway.predict.activations import BFLOAT16, FLOAT32, attentions
 from headway.predict.communication import Exchanges, Links, exposed_s
 from headway.predict.engine import HEADWAY, Engine
@@ -31,12 +31,13 @@ from headway.predict.kernel_bytes import (
     TOP_K_S,
     clipping_bytes,
     loss_bytes,
+    muon_products,
     own_update,
     update_bytes,
 )
 from headway.predict.recipe import State
 from headway.predict.speeds import HEAD_SIZE, Cases, Shape, Speeds
-from headway.predict.weights import is_float8, muon_matrices, spread_over, values_of_experts
+from headway.predict.weights import is_float8, spread_over, values_of_experts
 from headway.report.step_lines import NAMES, SLOW
 
 ROWS = (64, 512, 2048, 8192)
@@ -45,6 +46,9 @@ ROWS = (64, 512, 2048, 8192)
 FORWARD_MOVES, BACKWARD_MOVES = 2, 3
 """Times that elementwise operations move each byte that autograd saves: written and read in forward; in backward it is
 read once more, and its gradient is written and read."""
+
+LOSS_LAUNCHES = 14
+"""Operators that a chunk of the loss launches in float32, its gradients included; casts of bfloat16 are four more."""
 
 DEQUANTISED = 22
 """Bytes that dequantising a value moves: its code as an index (2 written, 2 read), its value in float32 (written, then
@@ -81,6 +85,8 @@ class StepForecast:
         peak_flops_per_s: of all devices together [FLOP/s].
         tokens: real tokens of a mean step, all devices together.
         reference: forward of its packs that a stored reference takes, once, before the first step [s].
+        launches: operators that the host of each device launches for forward and backward of a step.
+        launching: that this takes the host, hidden or not [s].
     """
 
     lines: tuple[TimeLine, ...]
@@ -88,6 +94,8 @@ class StepForecast:
     peak_flops_per_s: float
     tokens: float
     reference: Cases = _NOTHING
+    launches: int = 0
+    launching: Cases = _NOTHING
 
     def before(self, tokens: float) -> Cases:
         """Time that a stored reference of so many tokens takes before the first step [s]."""
@@ -128,6 +136,8 @@ class StepForecast:
             "flops": self.flops,
             "peak_flops_per_s": self.peak_flops_per_s,
             "reference_s": [*self.reference],
+            "launches": self.launches,
+            "launching_s": [*self.launching],
             "lines": lines,
         }
 
@@ -141,6 +151,7 @@ class StepWork:
         pack: a micro-batch of mean size, with its slots.
         packs: micro-batches of each device in a step.
         tokens: real tokens, all devices together.
+        segments: of a pack.
         devices: how many there are.
         sequence: devices that share each pack.
         expert: devices that the experts of a layer are spread over.
@@ -157,6 +168,7 @@ class StepWork:
     pack: Workload
     packs: int
     tokens: float
+    segments: float = 1.0
     devices: int = 1
     sequence: int = 1
     expert: int = 1
@@ -252,7 +264,8 @@ class StepTimes:
         waiting = computed.times(1 / work.balance - 1) if work.balance else Cases.exact(0.0)
         lines.append(self._line("communication.waiting", waiting))
         # the host launches kernels ahead of the device, and the step waits for what it does not hide
-        launching = speeds.launching_s(self.launches(state) * work.packs)
+        launches = work.packs * self.launches(state, work.pack.slots / work.sequence, work.segments)
+        launching = host = speeds.launching_s(launches)
         if speeds.runs_ahead:
             launching = Cases(*(max(0.0, seconds) for seconds in launching - computed))
         lines.append(self._line("idle.launch", launching))
@@ -261,7 +274,7 @@ class StepTimes:
         lines.append(self._line("idle.data", Cases(*(max(0.0, work.making_s - seconds) for seconds in step))))
         peak = speeds.peak_flops_per_s * devices
         shown = tuple(line for line in lines if any(line.seconds))
-        return StepForecast(shown, work.flops.total, peak, work.tokens)
+        return StepForecast(shown, work.flops.total, peak, work.tokens, launches=round(launches), launching=host)
 
     def computed_s(self, work: StepWork, state: State) -> dict[str, Cases]:
         """Predict the time of products and attention of a step on one device, by component [s].
@@ -278,16 +291,16 @@ class StepTimes:
             took[row.name] = took.get(row.name, Cases.exact(0.0)) + seconds
         return took
 
-    def launches(self, state: State) -> float:
-        """Linear modules, attention and the like that the host launches for a pack, forward and backward being one."""
+    def launches(self, state: State, slots: float, segments: float) -> float:
+        """Count the operators that the host launches for a pack of so many slots and segments, its loss included."""
         chosen = chosen_blocks(state.recompute, self._cost_model, self._saved)
-        parts = sum(
-            1
-            + (row.block in chosen and result_kind(row) not in chosen[row.block])
-            + 2 * any(gradient.runs(self._cost_model.trained) for gradient in row.gradients)
-            for row in self._cost_model.rows
-        )
-        return parts / 3
+        is_compiled = state.fused and not state.liger  # Liger's kernels are launched between others
+        total = 1.0 * LOSS_LAUNCHES * math.ceil(slots / (state.chunk or slots))
+        for name, block in self._saved.blocks.items():
+            learns = name in self._alive if name else bool(self._alive)
+            for phase, times in (("forward", 1 + (name in chosen)), ("backward", int(learns))):
+                total += times * block.num_launches(phase, slots, segments, fused=is_compiled and bool(name))
+        return total
 
     def _run_again(self, work: StepWork, state: State) -> list[FlopRow]:
         """Rows of a step with their recomputation: the same share of each forward in any pack."""
@@ -427,22 +440,6 @@ class StepTimes:
         matrices = muon_products(self._cost_model)
         products = (self._speeds.product_s(flops / work.shards, shape, BFLOAT16) for shape, flops in matrices)
         return sum(products, moved)
-
-
-def muon_products(cost_model: CostModel) -> list[tuple[Shape, int]]:
-    """List the products by which Muon orthogonalises its matrices: a shape that stands for them, and FLOPs of all.
-
-    Args:
-        cost_model: of the model, with what is frozen frozen.
-
-    Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/: of an m x n matrix with m <= n an iteration
-    is X X' (2 m m n), its square (2 m m m) and its product with X (2 m m n).
-    """
-    products = []
-    for (rows, columns), count in muon_matrices(cost_model).items():
-        m, n = min(rows, columns), max(rows, columns)
-        products.append(((m, m, n), count * NEWTON_SCHULZ * (4 * m * m * n + 2 * m**3)))
-    return products
 
 
 def _kind_of(row: Row) -> str:

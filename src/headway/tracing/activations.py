@@ -28,11 +28,12 @@ from headway.tracing.arguments import in_dtype, phantoms
 from headway.tracing.classify import checkpointable_blocks, finder_of_blocks
 from headway.tracing.fit import candidates, proportional, strided_drivers, sum_of_drivers
 from headway.tracing.inputs.model_inputs import call, inputs_for
+from headway.tracing.launches import LaunchCounter, RunningCode
 from headway.tracing.operation import Operation
 from headway.tracing.phantom import Phantom, Stays, aten, root
 from headway.tracing.record import Recorder
 from headway.tracing.repeats import are_alike
-from headway.tracing.results import Results, reached, trained_results
+from headway.tracing.results import Results, reached, start_backward, trained_results
 from headway.tracing.stand_ins import recording
 
 # a gather writes what it picks: no elementwise kernel takes it up
@@ -114,6 +115,7 @@ class _Runs:
     workloads: Sequence[Workload]
     recorders: list[Any]
     output: Any  # output of the last forward
+    counter: LaunchCounter | None = None  # launches of the first forward and its backward, if they are counted
 
     @classmethod
     def of(
@@ -123,6 +125,7 @@ class _Runs:
         make_recorder: Callable[[nn.Module], "SavedRecorder"],
         context: Callable[[], AbstractContextManager[Any]],
         inputs: Any = None,
+        code: RunningCode | None = None,
     ) -> "_Runs":
         twin = build.twin_of_model(model, dtype_of)
         build.prepare_twin(twin)
@@ -132,8 +135,13 @@ class _Runs:
         for workload in runs.workloads:
             arguments = in_dtype(model_inputs.arguments(workload), floats)
             recorder = make_recorder(twin)
-            with recording(twin, recorder), context():
-                runs.output = call(twin, arguments)
+            counter = LaunchCounter(recorder, code) if code is not None and not runs.recorders else None
+            runs.counter = counter or runs.counter
+            with recording(twin, recorder, None if counter is None else counter.around), counter or nullcontext():
+                with context():
+                    runs.output = call(twin, arguments)
+                if counter is not None:
+                    start_backward(runs.output, twin)
             recorder.forget([*twin.parameters(), *phantoms(arguments)])
             runs.recorders.append(recorder)
         return runs
@@ -181,6 +189,7 @@ class SavedRecorder(Recorder):
     storages: dict[int, tuple[Phantom, str, set[_View]]] = field(default_factory=dict)
     # by id, the first tensors of the storages that products and attention read
     factors: dict[int, Phantom] = field(default_factory=dict)
+    readers: dict[int, str] = field(default_factory=dict)  # by the same id, the module that read it first
 
     def _on_save(self, tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, Phantom) and tensor.fed and tensor.constant is None:
@@ -192,14 +201,20 @@ class SavedRecorder(Recorder):
     def _on_dispatch(self, func: Any, args: tuple[Any, ...], out: Any) -> Operation | Literal[False] | None:
         product = super()._on_dispatch(func, args, out)
         if product is not None:
-            self.factors.update((id(root(t)), root(t)) for t in phantoms(args))
+            self._read(phantoms(args))
         return product
+
+    def _read(self, tensors: Iterable[Phantom]) -> None:
+        """Note the factors of a product or of attention."""
+        for tensor in tensors:
+            self.factors[id(root(tensor))] = root(tensor)
+            self.readers.setdefault(id(root(tensor)), self.module)
 
     def attends(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Note the inputs of attention, in the dtype that autocast hands to its kernel."""
         if torch.is_autocast_enabled("cpu"):
             operands = tuple(t.to(torch.get_autocast_dtype("cpu")) for t in operands)
-        self.factors.update((id(root(t)), root(t)) for t in operands if isinstance(t, Phantom))
+        self._read(t for t in operands if isinstance(t, Phantom))
         return operands
 
     def attended(self, out: torch.Tensor) -> None:
@@ -257,7 +272,9 @@ def _touched(numel: int, views: frozenset[_View]) -> int:
     return int(torch.count_nonzero(touched))
 
 
-def saved_by_block(model: nn.Module, *, autocast: torch.dtype | None = None) -> SavedActivations:
+def saved_by_block(
+    model: nn.Module, *, autocast: torch.dtype | None = None, code: RunningCode | None = None
+) -> SavedActivations:
     """Count the bytes of activations that autograd saves for backward, by the block that saves them first.
 
     Not among them are what `saved_activations` leaves out and, of fused operations, the statistics of normalisations.
@@ -265,6 +282,7 @@ def saved_by_block(model: nn.Module, *, autocast: torch.dtype | None = None) -> 
     Args:
         model: as it trains: its dtypes and `requires_grad` count.
         autocast: dtype of `torch.autocast` around the forward.
+        code: that runs recurrent layers, with which launches are counted too; None to count none.
 
     Raises:
         TraceError: the model cannot be traced.
@@ -274,7 +292,7 @@ def saved_by_block(model: nn.Module, *, autocast: torch.dtype | None = None) -> 
         blocks = checkpointable_blocks(twin)
         return _BlockRecorder(twin, finder_of_blocks(blocks), blocks=blocks)
 
-    run = _Runs.of(model, lambda tensor: tensor.dtype, recorder_of, lambda: _autocast(autocast))
+    run = _Runs.of(model, lambda tensor: tensor.dtype, recorder_of, lambda: _autocast(autocast), code=code)
     blocks = checkpointable_blocks(run.twin)
     of = finder_of_blocks(blocks)
     driver_units = candidates(run.workloads, [*run.inputs.drivers])
@@ -284,6 +302,7 @@ def saved_by_block(model: nn.Module, *, autocast: torch.dtype | None = None) -> 
     attention, _ = _fit_drivers([r.attention for r in run.recorders], driver_units)
     parts = [_by_block(rows, of) for rows in (plain, fused, entry, attention)]
     names = ["", *(name for name, _ in run.twin.named_modules() if name in blocks)]
+    parts.append({} if run.counter is None else run.counter.by_block(of, run.recorders[0].fused_kernels(of)))
     saved_blocks = {name: SavedBlock(*(part.get(name, {}) for part in parts)) for name in names}
     return SavedActivations(saved_blocks, left_out)
 
@@ -300,7 +319,8 @@ def saved_of_config(config: Any, precision: str) -> SavedActivations:
     """
     dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
     model = build.model_on_shapes(config, dtype)
-    return saved_by_block(model, autocast=torch.bfloat16 if precision == "bfloat16-autocast" else None)
+    autocast = torch.bfloat16 if precision == "bfloat16-autocast" else None
+    return saved_by_block(model, autocast=autocast, code=RunningCode())
 
 
 @contextmanager
@@ -422,3 +442,10 @@ class _BlockRecorder(SavedRecorder):
                     counted.add(origin)
                     sizes[module] += self.tensors[origin].nbytes
         return sizes
+
+    def fused_kernels(self, block_of: Callable[[str], str]) -> Counter[str]:
+        """Count the tensors that elementwise operations make for products and for the next block, by block."""
+        counts = Counter({block: 1 for block in self.blocks if block in self.handed})
+        for key, module in self.readers.items():
+            counts[block_of(module)] += self.origins.get(key, frozenset([key])) != {key}
+        return counts

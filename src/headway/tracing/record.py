@@ -351,6 +351,10 @@ class Recorder:
             product.count_pairs(pairs, scored)
             product.driver, product.by_hand = driver, normalised
 
+    def module_of(self, number: int) -> str:
+        """Path of the module whose forward made the autograd node of a number; "" for none."""
+        return self._node.get(number + 1, ("", True, 0))[0]
+
     def _on_backward(self, node: Any, func: Any, flops: int | None) -> None:
         if flops is None:
             return

@@ -18,10 +18,25 @@ from headway.tracing.unwrap import plain_checkpoints
 
 
 @contextmanager
-def recording(model: nn.Module, recorder: Recorder) -> Iterator[None]:
-    """Record a model's work: operations, attention at its seams, recurrences as such, checkpointed parts once."""
+def recording(
+    model: nn.Module, recorder: Recorder, around: Callable[[str, Any, Any], Any] | None = None
+) -> Iterator[None]:
+    """Record a model's work: operations, attention at its seams, recurrences as such, checkpointed parts once.
+
+    Args:
+        model: which runs.
+        recorder: of its work.
+        around: called with the name of each known function, the function and its stand-in, for what runs instead.
+    """
+    originals = [] if around is None else [(*holder, holder[0][holder[1]]) for holder in _holders(model)]
     with recorder, Seams(recorder), stand_ins(model, recorder), plain_checkpoints():
-        yield
+        changes = [
+            (namespace, name, around(name, original, namespace[name]))
+            for namespace, name, original in originals
+            if around is not None
+        ]
+        with _changed(changes):
+            yield
 
 
 @contextmanager

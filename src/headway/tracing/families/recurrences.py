@@ -321,3 +321,5 @@ METHODS: dict[tuple[str, str], Callable[..., Any]] = {
     ("xLSTMBackend", "forward"): _mlstm,
     ("MiniMaxLightningAttention", "forward"): _lightning,
 }
+PACKAGES = {"causal_conv1d_fn": "causal_conv1d", "selective_scan_fn": "mamba_ssm"}
+"""Package of a function's kernel, by the function's name; flash-linear-attention ("fla") for delta rules."""

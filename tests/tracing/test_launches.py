@@ -1,0 +1,119 @@
+"""Operators that a model launches: counted on shapes as PyTorch's profiler counts them in a step that runs."""
+
+import functools
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from headway.models import load_model
+from headway.models.losses import AfterHead, Task, labelled_slots, linear_losses
+from headway.models.recurrent import running_code
+from headway.predict.step_time import LOSS_LAUNCHES
+from headway.tracing.activations import saved_by_block
+from headway.tracing.build import model_on_shapes
+from headway.tracing.launches import RunningCode
+from helpers.models import tiny_config
+
+# names in a profile that launch nothing on any device
+NOTHING = {
+    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "_unsafe_view",
+    "_reshape_alias", "lift_fresh", "is_same_size", "_local_scalar_dense", "set_", "resolve_conj", "resolve_neg",
+    "resize_", "as_strided_",
+    "item",
+}  # fmt: skip
+
+
+def has_kernel(schema):
+    """Tell whether an operator has a kernel of its own on a CPU, not one in terms of other operators."""
+    name = schema.name + (f".{schema.overload_name}" if schema.overload_name else "")
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    try:
+        return has(name, "CPU") and not has(name, "CompositeImplicitAutograd")
+    except RuntimeError:  # an overload of TorchScript alone
+        return False
+
+
+@functools.cache
+def kind_of(name):
+    """Kind of an event: "none" launches nothing, "kernel" has a kernel of its own, "parts" is written in others."""
+    if not name.startswith("aten::"):
+        return "parts"
+    overloads = torch._C._jit_get_schemas_for_operator(name)
+    functions = [getattr(getattr(torch.ops.aten, name[6:]), o.overload_name or "default", None) for o in overloads]
+    if name[6:] in NOTHING or any(function is not None and function.is_view for function in functions):
+        return "none"
+    return "kernel" if any(map(has_kernel, overloads)) else "parts"
+
+
+def launches_in(event):
+    kind = kind_of(event.name)
+    if kind in ("none", "kernel"):
+        return int(kind == "kernel")
+    below = sum(map(launches_in, event.cpu_children))
+    return below or int(event.name.startswith("aten::"))
+
+
+def profiled(family, lengths):
+    """Launches of forward and backward of a packed model, by PyTorch's profiler."""
+    model, tokens = load_model(tiny_config(family), random_init=True).train(), sum(lengths)
+    places = torch.cat([torch.arange(length) for length in lengths])[None]
+    pack = {"pack_cu_seqlens": torch.tensor([0, *lengths]).cumsum(0).int(), "pack_max_seqlen": max(lengths)}
+
+    def step():
+        ids = torch.arange(tokens)[None] % 150 + 7
+        logits = model(input_ids=ids, position_ids=places, use_cache=False, **pack).logits
+        logits.backward(torch.ones_like(logits))
+
+    step()  # the first finds tables and the like
+    model.zero_grad()
+    with profile(activities=[ProfilerActivity.CPU]) as run:
+        step()
+    return sum(launches_in(event) for event in run.events() if event.cpu_parent is None)
+
+
+def planned(family, lengths, packages=frozenset(), code=running_code):
+    saved = saved_by_block(model_on_shapes(tiny_config(family), torch.float32), code=code(packages))
+    blocks, slots = saved.blocks.values(), sum(lengths)
+    return sum(
+        block.num_launches(phase, slots, len(lengths), fused=False)
+        for block in blocks
+        for phase in ("forward", "backward")
+    )
+
+
+def test_a_chunk_of_the_loss_launches_as_many_operators_as_a_plan_says():
+    layer, hidden, labels = torch.nn.Linear(8, 16, bias=False), torch.randn(24, 8), torch.arange(24) % 16
+    counts = []
+    for chunk in (24, 12):
+        compute = linear_losses(layer, Task(labels, labelled_slots(labels), 1, chunk, AfterHead(), False))
+        with profile(activities=[ProfilerActivity.CPU]) as run:
+            compute(hidden, True, (True,))
+        counts.append(sum(launches_in(event) for event in run.events() if event.cpu_parent is None))
+    assert counts[1] - counts[0] == LOSS_LAUNCHES
+
+
+@pytest.mark.parametrize(
+    ("family", "lengths"),
+    [
+        ("llama", [64]), ("gpt2", [64]), ("qwen3_moe", [64]), ("qwen3_5", [256]), ("qwen3_5", [16] * 16),
+        ("qwen3_5", [4] * 64), ("qwen3_next", [16] * 16), ("lfm2", [16] * 16), ("kimi_linear", [64] * 8),
+    ],
+)  # fmt: skip
+def test_launches_are_those_that_the_profiler_counts(family, lengths):
+    assert planned(family, lengths) == pytest.approx(profiled(family, lengths), rel=0.1)
+
+
+def test_a_package_of_kernels_takes_the_launches_of_a_recurrence_away_whatever_the_length():
+    without = [planned("qwen3_5", [tokens]) for tokens in (1024, 8192)]
+    kernels = [planned("qwen3_5", [tokens], frozenset({"fla", "causal_conv1d"})) for tokens in (1024, 8192)]
+    assert without[1] > 3 * without[0] > 6 * kernels[0]
+    assert kernels[0] == kernels[1]
+
+
+def test_compiled_blocks_launch_less_and_at_least_their_products():
+    saved = saved_by_block(model_on_shapes(tiny_config("llama"), torch.bfloat16), code=RunningCode())
+    for name, block in saved.blocks.items():
+        for phase, products in (("forward", 7), ("backward", 14)) if name else ():
+            fused, plain = (block.num_launches(phase, 64, 1, fused=fused) for fused in (True, False))
+            assert products < fused < plain / 2
