@@ -185,7 +185,7 @@ def run_trl(mix: Mix, shape: Shape, device: torch.device) -> Timing:
         def counted(rows: list[dict[str, Any]]) -> dict[str, Any]:
             batch: dict[str, Any] = plain(rows)
             lengths = [length for row in rows for length in row["seq_lengths"]]
-            # of running text every token but a segment's first has a label
+            # Every token of running text but a segment's first has a label.
             work.append(Workload(lengths, logits=sum(lengths) - len(lengths)))
             slots.append(batch["input_ids"].numel())
             return batch

@@ -155,7 +155,7 @@ def predicted_lines(case: dict[str, Any], device: str) -> StepLines | None:
 
 
 def as_run(case: dict[str, Any], packs: Sequence[Workload]) -> list[Workload]:
-    """Packs with the head on the tokens on which it ran: all of them in a row that says nothing of it."""
+    """Give packs the head that a case ran: on labelled tokens if its row names them, else on every token."""
     return [*packs] if "head" in case else [pack.with_full_head() for pack in packs]
 
 

@@ -92,6 +92,7 @@ class Batch:
             say it.
         segments: lengths and positions of the segments of a pack that is on a device, which nobody has to wait for.
         labelled_K: slots with a label, numbered among those that this process computes; None where they are not listed.
+            A pack that several processes share is dealt (`dealt`) before its labels are cut.
     """
 
     input_ids_1T: torch.Tensor
