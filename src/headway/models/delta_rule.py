@@ -1,11 +1,11 @@
-"""Gated delta rule and short convolution over a pack of segments in one call, in PyTorch's own operations.
+"""Gated delta rules and short convolution over a pack of segments in one call, in PyTorch's own operations.
 
 transformers' PyTorch code of both takes one segment at a time, and refuses boundaries. Here every token knows the
 number of its segment, so that nothing is read on the host and no number of segments changes what is launched: what
 would cross a boundary is masked out.
 
-Tensor letters: B rows, T slots, Q key heads, H value heads, K key size, V value size, C chunks, S slots of a chunk,
-N segments.
+Tensor letters: B rows, T slots, Q key heads, H value heads, K key size, V value size, G gates of a head (1 or K),
+C chunks, S slots of a chunk, N segments.
 """
 
 from typing import Any
@@ -73,14 +73,15 @@ def packed_gated_delta_rule(
 ) -> tuple[torch.Tensor, None]:
     """Run the gated delta rule over every segment from an empty state; in float32, as transformers' code does.
 
-    Per head S_t = exp(g_t) S_{t-1} + k_t u_t' with u_t = beta_t (v_t - exp(g_t) S_{t-1}' k_t), and o_t = S_t' q_t. In
-    a chunk the u_t solve a triangular system, and chunks follow each other by their states.
+    Per head S_t = exp(g_t) S_{t-1} + k_t u_t' with u_t = beta_t (v_t - S_{t-1}' (exp(g_t) k_t)), and o_t = S_t' q_t;
+    gates of channels scale the rows of S. In a chunk the u_t solve a triangular system, and chunks follow each other by
+    their states.
 
     Args:
         query: shape (B, T, Q, K); scaled by 1 / sqrt(K).
         key: shape (B, T, Q, K).
         value: shape (B, T, H, V).
-        g: logarithm of the decay, at most 0, shape (B, T, H).
+        g: logarithm of the decay, at most 0, shape (B, T, H), or of each channel's, (B, T, H, K).
         beta: shape (B, T, H).
         cu_seqlens: boundaries of the segments, shape (N + 1,).
         use_qk_l2norm_in_kernel: whether queries and keys are divided by their norms.
@@ -88,7 +89,8 @@ def packed_gated_delta_rule(
     Returns:
         Outputs, shape (B, T, H, V), in the dtype of the queries; no state.
 
-    Source: Yang, Kautz, Hatamizadeh 2024, arXiv 2412.06464, section 3.3, the chunkwise form.
+    Source: Yang, Kautz, Hatamizadeh 2024, arXiv 2412.06464, section 3.3, the chunkwise form; with gates of channels,
+    Kimi Team 2025, arXiv 2510.26692, section 3.1.
     """
     dtype, slots, groups = query.dtype, query.shape[1], value.shape[2] // key.shape[2]
     padding = -slots % CHUNK
@@ -103,33 +105,35 @@ def packed_gated_delta_rule(
         query, key = (x.float() * torch.rsqrt(x.float().square().sum(-1, keepdim=True) + 1e-6) for x in (query, key))
     if groups > 1:
         query, key = (x.repeat_interleave(groups, dim=2) for x in (query, key))
-    q, k, v, decay, rate = map(chunked, (query, key, value, g, beta))
+    g = g if g.dim() == 4 else g[..., None]
+    q, k, v, decay, rate = map(chunked, (query, key, value, g, beta[..., None]))
     q = q * q.shape[-1] ** -0.5
-    rate = rate[..., None]
 
-    # masks of what would cross a boundary: pairs within a chunk, and what reads and writes the state between chunks
+    # masks of what would cross a boundary: pairs within a chunk, and what reads the state of the chunk before
     numbers_CS = F.pad(segment_numbers(cu_seqlens, slots)[0], (0, padding), value=-1).reshape(-1, CHUNK)
     ends_C = numbers_CS[:, -1]
     before_C = F.pad(ends_C[:-1], (1, 0), value=-2)
-    hidden_CSS = (numbers_CS[:, :, None] != numbers_CS[:, None]).logical_or_(
-        torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).triu(1)
-    )
+    later_SS = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).triu()
+    hidden_CSS = (numbers_CS[:, :, None] != numbers_CS[:, None]).logical_or_(later_SS.triu(1))
     starts_anew_CS = numbers_CS != before_C[:, None]
-    ends_before_CS = numbers_CS != ends_C[:, None]
 
-    # decays since the chunk's begin, between two slots of a chunk, and until the chunk's end
-    since = decay.cumsum(-1)
-    pairwise = (since[..., None] - since[..., None, :]).masked_fill(hidden_CSS, -torch.inf).exp()
-    reads = since.masked_fill(starts_anew_CS, -torch.inf).exp()[..., None]
-    writes = (since[..., -1:] - since).masked_fill(ends_before_CS, -torch.inf).exp()[..., None]
-    keeps = since[..., -1].masked_fill(ends_C != before_C, -torch.inf).exp()[..., None, None]
+    # decays from slot to slot of a chunk, summed between the two: differences of sums would round as the sums do
+    between = decay[..., :, None, :].masked_fill(later_SS[..., None], 0).cumsum(-3)
+    pairwise = between.masked_fill(hidden_CSS[..., None], -torch.inf).exp()
+    reads = decay.cumsum(-2).masked_fill(starts_anew_CS[..., None], -torch.inf).exp()
+    writes, keeps = pairwise[..., -1, :, :], reads[..., -1, :, None]
+    decayed = None if g.shape[-1] == 1 else pairwise * k[..., None, :, :]
+
+    def scores(x: torch.Tensor) -> torch.Tensor:
+        """Multiply slots with the keys before them, as far as these have decayed, to (B, H, C, S, S)."""
+        return (x @ k.mT) * pairwise[..., 0] if decayed is None else (decayed @ x[..., None])[..., 0]
 
     # writes of a chunk's slots into an empty state, and what they take back of the state before
     k_rate = k * rate
     both = torch.cat([v * rate, k_rate * reads], dim=-1)
-    both = torch.linalg.solve_triangular((k_rate @ k.mT) * pairwise, both, upper=False, unitriangular=True)
+    both = torch.linalg.solve_triangular(scores(k_rate), both, upper=False, unitriangular=True)
     written, erased = both.split((v.shape[-1], k.shape[-1]), dim=-1)
-    within = (q @ k.mT) * pairwise
+    within = scores(q)
     q, k = q * reads, (k * writes).mT
 
     # chunk after chunk: read the state, write into it

@@ -1,17 +1,20 @@
 """Segments of a pack that are kept apart: in a model's recurrent layers, or in all of it.
 
-Linear attention and state-space layers carry a state, and a short convolution, from token to token. Where transformers
-hands boundaries on to the functions that do, as to gated delta rules, the layer runs once over the pack: the packages'
-kernels take boundaries, and `headway.models.delta_rule` stands in for its PyTorch code, which takes none. Through any
-other layer each segment runs by itself. A model that mixes the tokens of a pack in other ways runs each segment by
-itself as a whole.
+Linear attention and state-space layers carry a state, and a short convolution, from token to token. Where functions in
+forms that are known here carry all that a layer keeps in the model's cache, the layer runs once over the pack: the
+packages' kernels take boundaries, and `headway.models.delta_rule` stands in for transformers' PyTorch code, which takes
+none. Through any other layer each segment runs by itself. A model that mixes the tokens of a pack in other ways runs
+each segment by itself as a whole.
 """
 
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -31,14 +34,39 @@ _NO_BOUNDARIES_MESSAGE = (
 )
 
 
-# transformers' functions that take boundaries where a package has their kernel: the argument that brings them, and the
-# same function over a pack
-_TAKE_BOUNDARIES: dict[str, tuple[str, Callable[..., Any]]] = {
-    "torch_chunk_gated_delta_rule": ("cu_seqlens", packed_gated_delta_rule),
-    "causal_conv1d_fn": ("seq_idx", packed_convolution),
-}
+@dataclass(frozen=True)
+class _Form:
+    """Functions of transformers that carry something from token to token in one call, known by their parameters.
+
+    Attributes:
+        first: names of their first parameters.
+        has: the name of another.
+        state: method of transformers' cache that keeps what they carry.
+        argument: brings boundaries to a package's kernel that takes the function's place.
+        over_pack: does the same over a pack, in PyTorch's own operations.
+    """
+
+    first: tuple[str, ...]
+    has: str
+    state: str
+    argument: str
+    over_pack: Callable[..., Any]
+
+
+_FORMS = (
+    _Form(("hidden_states", "weight"), "bias", "update_conv_state", "seq_idx", packed_convolution),
+    _Form(
+        ("query", "key", "value", "g", "beta"),
+        "chunk_size",
+        "update_recurrent_state",
+        "cu_seqlens",
+        packed_gated_delta_rule,
+    ),
+)
 # Methods of transformers' cache, by which a layer keeps a state or a convolution's last tokens instead of keys.
 _STATES = frozenset({"update_conv_state", "update_recurrent_state", "set_linear_cache", "conv_cache"})
+# Arguments that tell a function of a running layer the boundaries of its pack, by name; empty outside of one.
+_boundaries: ContextVar[Mapping[str, torch.Tensor]] = ContextVar("boundaries", default=MappingProxyType({}))
 
 
 def separate_segments(model: nn.Module) -> None:
@@ -54,9 +82,9 @@ def separate_segments(model: nn.Module) -> None:
         if "ALL_ATTENTION_FUNCTIONS" in names_read(module):
             module.register_forward_pre_hook(_refuse_pack, with_kwargs=True)
             continue
-        at_once = hands_boundaries_on(module)
+        at_once = runs_at_once(module)
         if at_once:
-            _teach_boundaries(vars(sys.modules[type(module).__module__]))
+            _teach_boundaries(module)
         vars(module)["forward"] = _separated(module.forward, at_once=at_once)
     if not recurrent and any(_says_so(module) for module in model.modules()):
         model.register_forward_pre_hook(_refuse_pack, with_kwargs=True)
@@ -77,23 +105,40 @@ def running_code(packages: frozenset[str]) -> RunningCode:
     def way_of(module: nn.Module) -> Way:
         if module not in recurrent_layers(module):
             return ""
-        return "pack" if hands_boundaries_on(module) else "segment"
+        return "pack" if runs_at_once(module) else "segment"
 
-    over_pack = {name: function for name, (_, function) in _TAKE_BOUNDARIES.items()}
+    def over_pack(function: Callable[..., Any]) -> Callable[..., Any] | None:
+        form = _form_of(function)
+        return None if form is None else form.over_pack
+
     return RunningCode(way_of, over_pack, packages)
 
 
-def hands_boundaries_on(module: nn.Module) -> bool:
-    """Tell whether a recurrent layer hands boundaries on to its functions, so that it runs over a pack at once."""
-    return "cu_seq_lens_q" in inspect.unwrap(type(module).forward).__code__.co_consts
+def runs_at_once(module: nn.Module) -> bool:
+    """Tell whether known functions carry all that a recurrent layer keeps in the cache, so that it runs over a pack."""
+    states = {form.state for _, form in _carriers(module)}
+    return bool(states) and names_read(module) & _STATES <= states
 
 
-def _teach_boundaries(namespace: dict[str, Any]) -> None:
-    """Make the functions of a module of transformers that have no kernel here take boundaries."""
-    for name, (argument, over_pack) in _TAKE_BOUNDARIES.items():
-        function = namespace.get(name)
-        if function is not None and not hasattr(function, "over_pack") and not has_kernel(function):
-            namespace[name] = _taking(function, argument, over_pack)
+def _carriers(module: nn.Module) -> list[tuple[str, _Form]]:
+    """Functions in known forms that a layer calls: the name and the form of each."""
+    namespace = vars(sys.modules[type(module).__module__])
+    functions = {name: namespace.get(name) for name in names_read(module)}
+    forms = {name: _form_of(function) for name, function in functions.items() if inspect.isfunction(function)}
+    return [(name, form) for name, form in forms.items() if form is not None]
+
+
+def _form_of(function: Callable[..., Any]) -> _Form | None:
+    parameters = tuple(inspect.signature(function).parameters)
+    return next((f for f in _FORMS if parameters[: len(f.first)] == f.first and f.has in parameters), None)
+
+
+def _teach_boundaries(module: nn.Module) -> None:
+    """Make the functions that carry a layer's state take the boundaries of the pack that it runs on."""
+    namespace = vars(sys.modules[type(module).__module__])
+    for name, form in _carriers(module):
+        if not hasattr(namespace[name], "over_pack"):
+            namespace[name] = _taking(namespace[name], form)
 
 
 def has_kernel(function: Any) -> bool:
@@ -101,16 +146,18 @@ def has_kernel(function: Any) -> bool:
     return bool(inspect.getclosurevars(function).nonlocals.get("is_new_implementation", True))
 
 
-def _taking(function: Any, argument: str, over_pack: Any) -> Any:
-    """Wrap a function of transformers so that it runs another one where it is given boundaries."""
-    parameters = inspect.signature(over_pack).parameters
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+def _taking(function: Any, form: _Form) -> Any:
+    """Wrap a function of transformers so that it keeps apart the segments of the pack that its layer runs on."""
+    over_pack = function if has_kernel(function) else form.over_pack
+    parameters = inspect.signature(form.over_pack).parameters
 
     @functools.wraps(function)
     def run(*args: Any, **options: Any) -> Any:
-        if options.get(argument) is None:
+        boundaries = _boundaries.get()
+        if not boundaries:
             return function(*args, **options)
-        return over_pack(*args, **{name: option for name, option in options.items() if takes_all or name in parameters})
+        options = {name: option for name, option in options.items() if name in parameters}
+        return over_pack(*args, **options | {form.argument: boundaries[form.argument]})
 
     vars(run)["over_pack"] = over_pack
     return run
@@ -190,7 +237,11 @@ def _separated(forward: Callable[..., Any], *, at_once: bool) -> Callable[..., A
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch leaves it untyped; packages' kernels do not compile
 def _at_once(forward: Any, hidden_1TH: torch.Tensor, cu_seqlens_N: torch.Tensor, others: dict[str, Any]) -> Any:
     numbers_1T = segment_numbers(cu_seqlens_N, hidden_1TH.shape[1])
-    return forward(hidden_states=hidden_1TH, cu_seq_lens_q=cu_seqlens_N, seq_idx=numbers_1T, **others)
+    token = _boundaries.set({"cu_seqlens": cu_seqlens_N, "seq_idx": numbers_1T})
+    try:
+        return forward(hidden_states=hidden_1TH, **others)
+    finally:
+        _boundaries.reset(token)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch leaves it untyped; boundaries are read on the host

@@ -8,7 +8,7 @@ the launches of the code that runs in their place are counted apart, on tensors 
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from typing import Any, Literal
@@ -57,12 +57,12 @@ class RunningCode:
     Attributes:
         way_of: whether a module is a recurrent layer, which runs over a pack at once or over each segment; "" for
             another module.
-        over_pack: functions in PyTorch's operations over a pack, by the name of the one in whose place each stands.
+        over_pack: the function in PyTorch's operations that runs over a pack in the place of another; None for none.
         packages: packages of kernels that are there.
     """
 
     way_of: Callable[[nn.Module], Way] = lambda _: ""
-    over_pack: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    over_pack: Callable[[Callable[..., Any]], Callable[..., Any] | None] = lambda _: None
     packages: frozenset[str] = frozenset()
 
 
@@ -138,7 +138,7 @@ class LaunchCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
             counts = {"forward": 1, "backward": 1} if name in PACKAGES else FLASH_LINEAR
             return {"forward": (counts["forward"], Fraction(0)), "backward": (counts["backward"], Fraction(0))}
         is_at_once = self._way(module) == "pack"
-        function = (self._code.over_pack.get(name) if is_at_once else None) or written_out(original)
+        function = (self._code.over_pack(original) if is_at_once else None) or written_out(original)
         if function is None:
             return {"forward": (1, Fraction(0)), "backward": (1, Fraction(0))}
         axis = -1 if name in KERNELS else 1
