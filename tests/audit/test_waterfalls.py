@@ -27,7 +27,7 @@ def test_the_printed_mfu_is_the_needed_work_and_the_rest_is_one_line():
         {"useful": 500_000_000, "unseparated": 1_500_000_000},
         {"useful": 600_000_000, "unseparated": 2_400_000_000},
     ]
-    assert any("`headway audit` recomputes needed work" in note for note in found.notes)
+    assert any("`headway audit` recomputes useful work" in note for note in found.notes)
 
 
 def test_a_log_that_tells_nothing_is_refused():
@@ -69,7 +69,7 @@ def test_without_a_time_none_is_invented_and_steps_stand_beside_each_other_by_th
 def test_without_an_mfu_nothing_is_known_of_the_needed_work():
     found = logged([row(7, step_s=1.5, flops_per_s=1e14)])
     assert (found.steps[0].mfu, lines(found.steps[0])) == (None, {"unseparated": 1_500_000_000})
-    assert any("`headway audit` computes needed work" in note for note in found.notes)
+    assert any("`headway audit` computes useful work" in note for note in found.notes)
 
 
 def test_a_step_that_the_log_does_not_have_is_an_error():

@@ -102,7 +102,7 @@ def test_a_run_with_profiles_is_explained_by_the_newest_of_all_its_ranks(headway
 def test_a_folder_of_traces_alone_is_explained(headway, tmp_path):
     trace_of(tmp_path / "profile" / "steps-000003-000007-rank-0.json.gz")
     for folder in (tmp_path, tmp_path / "profile"):
-        assert "needed work at peak" in headway("explain", folder, "--by", "module").out
+        assert "useful work at peak" in headway("explain", folder, "--by", "module").out
 
 
 def test_records_by_another_name_are_known_by_their_first_line(headway, run, tmp_path):

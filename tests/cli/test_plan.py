@@ -79,7 +79,7 @@ def test_a_recipe_is_planned_for_its_own_devices_within_eighty_columns(headway, 
     assert result.code == 0, result.err
     assert [line for line in result.out.splitlines() if len(line) > 80] == []
     assert "32 x NVIDIA A800-SXM4-80GB" in result.out
-    assert "needed work at peak" in result.out
+    assert "useful work at peak" in result.out
     assert "Links: printed links of NVIDIA A800-SXM4-80GB" in result.out
 
 

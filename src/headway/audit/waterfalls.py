@@ -39,7 +39,7 @@ class _Step(NamedTuple):
 
 
 def explain_log(log: Log, source: str, *, step: int | None = None, rank: int | None = None) -> JobExplanation:
-    """Explain the steps of a log: losses, needed work by the MFU that its tool printed, and the rest as one line.
+    """Explain the steps of a log: losses, useful work by the MFU that its tool printed, and the rest as one line.
 
     Args:
         log: what a tool printed.
@@ -60,11 +60,11 @@ def explain_log(log: Log, source: str, *, step: int | None = None, rank: int | N
     waterfalls, run_steps = [], []
     for logged in timed:
         row, duration_ns = logged.row, logged.ns
-        # A log knows one part of the step, the needed work; the rest stays one line.
+        # A log knows one part of the step, the useful work; the rest stays one line.
         amounts: list[tuple[str, str, int, dict[str, int]]] = []
         mfu, tokens_per_s = printed_number(row.mfu), printed_number(row.tokens_per_s)
         if mfu is not None:
-            amounts.append(("useful", "needed work at peak", round(mfu * duration_ns), {}))
+            amounts.append(("useful", "useful work at peak", round(mfu * duration_ns), {}))
         phases = () if logged.phased is None else _phase_lines(logged.phased, duration_ns)
         waterfall = unprofiled_waterfall(row.step, duration_ns, amounts, "unknown device")
         waterfalls.append(replace(waterfall, phases=phases, is_timed=logged.is_timed))
@@ -92,10 +92,10 @@ def explain_log(log: Log, source: str, *, step: int | None = None, rank: int | N
 
 
 def _notes(log: Log, waterfalls: Sequence[StepWaterfall]) -> list[str]:
-    """Remarks on the rule of the needed work, on running means and on lines that are left out."""
+    """Remarks on the rule of the useful work, on running means and on lines that are left out."""
     if any(waterfall.mfu is not None for waterfall in waterfalls):
         notes = [
-            f"needed work is what {log.tool} counts by its own rule and peak. `headway audit` recomputes needed work."
+            f"useful work is what {log.tool} counts by its own rule and peak. `headway audit` recomputes useful work."
         ]
     elif any(waterfall.phases for waterfall in waterfalls):
         notes = [
@@ -104,7 +104,7 @@ def _notes(log: Log, waterfalls: Sequence[StepWaterfall]) -> list[str]:
         ]
     elif log.rows:
         notes = [
-            f"needed work is not known, because the lines of {log.tool} have no MFU. `headway audit` computes needed "
+            f"useful work is not known, because the lines of {log.tool} have no MFU. `headway audit` computes useful "
             f"work with {Argument('model')} and {Argument('device')}."
         ]
     else:

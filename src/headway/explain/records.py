@@ -185,7 +185,7 @@ def _facts(entries: list[RecordedStep]) -> dict[str, Any]:
 
 
 def _work(entry: RecordedStep, source: str) -> dict[str, Need] | None:
-    """Compute the needed work of each component of a step on a device, as of a trace; None without FLOPs or a peak."""
+    """Compute the useful work of each component of a step on a device, as of a trace; None without FLOPs or a peak."""
     record = entry.record
     if entry.is_left_out or not record.get("peak_flops_per_s") or not isinstance(record.get("flops"), Mapping):
         return None
@@ -288,7 +288,7 @@ def _notes_of_work(unsaid: Counter[str], waterfalls: list[StepWaterfall], entrie
     ):
         if count := unsaid[name]:
             which = "" if count == len(entries) else f" of {count} of {len(entries)} records"
-            notes.append(f"needed work{which} is not known, because the records lack {name}: {way_out}")
+            notes.append(f"useful work{which} is not known, because the records lack {name}: {way_out}")
     if any(line.key == "useful" for waterfall in waterfalls for line in waterfall.lines) and not any(
         entry.record.get("mfu_of_ceiling") for entry in entries
     ):

@@ -38,7 +38,7 @@ class TraceFacts:
     """A measured trace, with the facts that the trace or the user gives of its work and its device."""
 
     measured: MeasuredTrace  # the trace
-    budget: NeededWork | None  # needed work of its steps; None where nobody tells
+    budget: NeededWork | None  # useful work of its steps; None where nobody tells
     rates: DeviceRates  # rates of its device
     notes: list[str]  # remarks on all this, as sentences
     # collectives of each step, by its number, and by what they say of themselves, in order
@@ -82,7 +82,7 @@ def _notes_of_budget(budget: NeededWork | None) -> list[str]:
     if budget is None:
         return [
             "the matmul-class line is one, because the trace does not say what was computed. "
-            f"{Argument('model')} and {Argument('segments')} split the line into needed work and losses."
+            f"{Argument('model')} and {Argument('segments')} split the line into useful work and losses."
         ]
     notes = []
     if budget.profiler_overhead_s > 0:

@@ -209,7 +209,7 @@ def _waterfall(facts: TraceFacts, step: MeasuredStep, others: Sequence[TraceFact
     # Losses that the trace tells by itself; all lines together are the step's window, exactly.
     for key in ("copies", "idle.data", "idle.launch", "idle.sync", "idle.other", "aside", "unexplained"):
         amounts.append((key, names[key], spent[key], parts[key]))
-    # MFU is the needed work's time at the peak, of the duration; each line says how far it would rise without it.
+    # MFU is the useful work's time at the peak, of the duration; each line says how far it would rise without it.
     peak = budget.peak_flops_per_s if budget and needs is not None else None
     at_peak_ns = useful_flops / peak * 1e9 if useful_flops is not None and peak else None
     mfu, lines = waterfall_lines(amounts, duration_ns, at_peak_ns)

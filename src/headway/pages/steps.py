@@ -16,7 +16,7 @@ from headway.report import format_duration, format_flops, format_rounded, format
 from headway.report.charts import FORMS, ChartMark, DrawnLine, Form, histogram, lines_chart
 from headway.report.quantity import number
 from headway.report.section import ReportSection
-from headway.report.step_lines import SLOW
+from headway.report.step_lines import NAMES, SLOW
 
 Records = Sequence[Mapping[str, Any]]
 """Records of a run's steps, each step once."""
@@ -46,7 +46,7 @@ _LEAST = 5  # records with a source, of which one can tell how often it comes
 _APART = 2  # records within which two changes are one
 _LEFT_OVER = 0.05  # part of a run's records within which a source ends after another source has taken over
 _MOST_STAGES = 30  # more are no stages
-USEFUL = "useful work at peak"
+USEFUL = NAMES["useful"]
 # Parts of a step by the beginnings of the keys of their lines; the last has what no other claims.
 _PARTS = {
     USEFUL: ("useful",),

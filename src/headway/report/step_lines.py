@@ -1,7 +1,7 @@
 """Names of the lines that the time of a step is divided into, whether predicted or measured."""
 
 NAMES = {
-    "useful": "needed work at peak",
+    "useful": "useful work at peak",
     "ceiling": "ceiling loss",
     "recomputation": "recomputation",
     "padding": "padding and masked work",
