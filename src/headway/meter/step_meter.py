@@ -205,7 +205,7 @@ class StepMeter(StepClock, ABC):
             return
         if not self.cost_model.rows:
             return  # each forward is traced by its shapes, and those of the parameters
-        with self.away("compile"):
+        with self.away("set-up"):
             self.cost_model = self._ledger(self.model)
         self.add_ledger(self.cost_model, is_trained=True)
 

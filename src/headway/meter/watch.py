@@ -423,7 +423,7 @@ class ForwardWatch:
             return CostModel(self.name, (), ())
         traces = self._traces.get(module)
         if traces is None:
-            around = functools.partial(self._meter.away, "compile")
+            around = functools.partial(self._meter.away, "set-up")
             rename = functools.partial(in_components_of, name=self.name, driver="packs")
             traces = self._traces[module] = ShapeTraces(module, self._meter.results, rename, around)
         if len(traces) >= _MOST_SHAPES:
