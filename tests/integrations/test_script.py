@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from headway.log.records import read_records
+from headway.meter.goodput_report import read_goodput
 from helpers.processes import PYTHONPATH, free_port, run_processes
 
 COMMAND = [sys.executable, "-P", "-m", "headway", "run"]
@@ -240,6 +241,7 @@ def test_a_program_sets_what_torch_reads_as_it_is_imported_and_may_be_profiled(t
     assert traceback == plain.stderr
     assert [path.name for path in (tmp_path / "run/profile").iterdir()] == ["steps-000012-000014-rank-0.json.gz"]
     assert json.loads((tmp_path / "run/run.json").read_text())["model"]["class"] == "Net"
+    assert read_goodput(tmp_path / "run").failure == "OSError: torn"
 
 
 NET = """
@@ -274,6 +276,8 @@ def test_each_cell_of_a_notebook_that_trains_has_a_run_of_its_own(tmp_path, monk
     assert run("WIDTH, STEPS = 32, 5" + NET + LOOP)[2] == [cost(4, 32)] * 3
     error, lines, flops = run(LOOP + "raise KeyError(3)")
     assert (type(error), len(lines), flops) == (KeyError, 1, [cost(4, 32)] * 3)
+    failures = [read_goodput(folder).failure for folder in sorted((tmp_path / "runs").iterdir())]
+    assert failures == ["", "", "KeyError: 3"]
     assert len({*(tmp_path / "runs").iterdir()}) == 3
     shell.run_line_magic("unload_ext", "headway")
     assert run(LOOP) == (None, [], [])

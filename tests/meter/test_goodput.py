@@ -146,6 +146,7 @@ def test_a_bucket_that_does_not_exist_is_refused_with_those_that_do(clock, path,
         lambda ledger: ledger.switch("step"),
         lambda ledger: ledger.checkpoint_saved(1),
         lambda ledger: ledger.resumed(1),
+        lambda ledger: ledger.failed(OSError()),
     ],
 )
 def test_a_closed_ledger_takes_nothing(clock, path, use):
@@ -155,6 +156,24 @@ def test_a_closed_ledger_takes_nothing(clock, path, use):
     with pytest.raises(UsageError, match="is closed"):
         use(ledger)
     assert ledger.report().wall_s == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "failure"),
+    [
+        (OSError("disk full"), "OSError: disk full"),
+        (UsageError("no such file"), "Error: no such file"),
+        (KeyboardInterrupt(), ""),
+    ],
+)
+def test_an_error_that_ends_a_block_ends_the_run_until_it_goes_on(clock, path, error, failure):
+    with pytest.raises(type(error)), clock.ledger(path):
+        raise error
+    report = clock.ledger(path).report()
+    assert (report.restarts, report.failure) == (1, "")
+    lines = [line for line in read_jsonl(path) if line["kind"] != "spans"]
+    assert account(lines[:-1], "ledger").failure == failure
+    assert ("ended by" in account(lines[:-1], "ledger").as_table()) == bool(failure)
 
 
 @pytest.mark.parametrize("heartbeat_s", [0, -1, float("nan")])

@@ -97,7 +97,7 @@ class Program(BaseException):
     def run(self) -> None:
         """Run the program; whatever it raises goes on to Python, without a frame of this package in front."""
         self._become()
-        is_whole = False
+        failure: BaseException | None = None
         atexit.register(self._tell_result)
         meter = partial(self._meter, time.monotonic_ns())
         if "torch" in sys.modules:
@@ -106,15 +106,14 @@ class Program(BaseException):
             sys.meta_path.insert(0, _AfterTorch(meter))
         try:
             self._start()
-            is_whole = True
         except BaseException as error:
-            is_whole = isinstance(error, SystemExit)
+            failure = None if isinstance(error, SystemExit) else error
             _show_frames_within(Program._start)
             raise
         finally:
             if self._watch is not None:
                 with suppress(Exception):
-                    self._watch.close(is_whole=is_whole)
+                    self._watch.close(is_whole=failure is None, error=failure)
 
     def _become(self) -> None:
         """Leave no trace of this command in what the program is given."""

@@ -352,11 +352,12 @@ class ScriptWatch:
                 self._profile.__exit__(None, None, None)
         self._run = run if run.num_steps or self._run is None else self._run
 
-    def close(self, *, is_whole: bool) -> None:
+    def close(self, *, is_whole: bool, error: BaseException | None = None) -> None:
         """Leave torch as it was, and write the last records.
 
         Args:
             is_whole: whether the script has ended well.
+            error: the error that ended the script, if one did.
         """
         if self._is_over or os.getpid() != self._pid:
             return
@@ -368,7 +369,7 @@ class ScriptWatch:
         if self._meter is not None:
             self._end_meter(self._meter, is_whole=is_whole)
         if self._goodput is not None:
-            self._goodput.close()
+            self._goodput.__exit__(None, error, None)
 
     @property
     def line(self) -> str:
@@ -408,14 +409,13 @@ class NotebookWatch:
         if self._watch is None:
             self._num_cells += 1  # some begin within a second
             folder = Path("runs", f"notebook-{time.strftime('%Y%m%d-%H%M%S')}-{self._num_cells}").absolute()
-            options: Any = {"log_to": (), "profile": False, "since_ns": time.monotonic_ns(), "report": print}
-            self._watch = ScriptWatch(folder, **options)
+            self._watch = ScriptWatch(folder, log_to=(), profile=False, since_ns=time.monotonic_ns(), report=print)
 
-    def end(self, *_: Any) -> None:
+    def end(self, result: Any = None) -> None:
         """Print the line of a cell that has trained."""
         watch, self._watch = self._watch, None
         if watch is not None:
-            watch.close(is_whole=True)
+            watch.close(is_whole=True, error=getattr(result, "error_in_exec", None))
             if watch.line:
                 watch.report(watch.line)
 

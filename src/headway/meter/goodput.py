@@ -7,6 +7,7 @@ between processes it is the wall clock's, of which every line holds a reading. A
     {"kind": "spans", "wall_s": ..., "ns": {"step": ..., "data wait": ...}}          time since the line before
     {"kind": "checkpoint", "step": ...}                                              a checkpoint is whole
     {"kind": "resumed", "step": ...}                                                 work after this step is lost
+    {"kind": "failed", "error": "..."}                                               an error ends the process
 """
 
 import atexit
@@ -20,10 +21,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
-from headway.errors import UsageError
+from headway.errors import HeadwayError, UsageError
 from headway.log.jsonl import LineFile, read_jsonl
 from headway.meter import clock as meter_clock
 from headway.meter.goodput_report import BUCKETS, SCHEMA_VERSION, Bucket, GoodputReport, account
+
+_LONGEST_ERROR = 1000  # text of the error that ended a run [characters]
 
 
 class Goodput:
@@ -141,7 +144,7 @@ class Goodput:
         Raises:
             UsageError: the ledger is closed.
         """
-        self._note("checkpoint", step)
+        self._note("checkpoint", step=step)
 
     def resumed(self, from_step: int) -> None:
         """Note that work after this step is lost and will be done again: its time moves from `step` to `recovery`.
@@ -152,7 +155,16 @@ class Goodput:
         Raises:
             UsageError: the ledger is closed.
         """
-        self._note("resumed", from_step)
+        self._note("resumed", step=from_step)
+
+    def failed(self, error: BaseException) -> None:
+        """Note the error that ends the process; also done at the end of a `with` block that raises one.
+
+        Raises:
+            UsageError: the ledger is closed.
+        """
+        name = "Error" if isinstance(error, HeadwayError) else type(error).__name__
+        self._note("failed", error=f"{name}: {error}"[:_LONGEST_ERROR])
 
     def report(self) -> GoodputReport:
         """Sum up the run until now, the processes before included.
@@ -181,7 +193,9 @@ class Goodput:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if isinstance(error, Exception) and self._is_open:
+            self.failed(error)
         self.close()
 
     def _closed_error(self) -> UsageError:
@@ -200,10 +214,10 @@ class Goodput:
             self._ns[target] += moved
             self._moves[source, target] = owed_ns - moved
 
-    def _note(self, kind: str, step: int) -> None:
+    def _note(self, kind: str, **fact: int | str) -> None:
         if not self._is_open:
             raise self._closed_error()
-        self._write({"kind": kind, "step": step})
+        self._write({"kind": kind, **fact})
 
     def _write(self, event: dict[str, Any] | None = None) -> None:
         """Write the time since the last line, and an event after it; lines that cannot be written wait for the next."""

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 from headway.errors import LogError
 from headway.log.jsonl import read_jsonl
-from headway.report import Column, format_count, format_duration, format_share, render_pairs, render_table
+from headway.report import Column, format_count, format_duration, format_share, presentable, render_pairs, render_table
 from headway.report.quantity import finite, integer
 
 Bucket = Literal["set-up", "compile", "data wait", "step", "evaluation", "checkpoint", "recovery", "idle"]
@@ -25,12 +25,14 @@ class GoodputReport:
         lost_ns: part of `recovery` that is steps done after the last checkpoint before a restart [ns].
         restarts: processes that went on with the run.
         warnings: what makes the numbers less sure.
+        failure: the error that ended the last process; "" if none is known.
     """
 
     ns: Mapping[Bucket, int]
     lost_ns: int
     restarts: int
     warnings: tuple[str, ...]
+    failure: str = ""
 
     @property
     def seconds(self) -> dict[Bucket, float]:
@@ -58,6 +60,7 @@ class GoodputReport:
             "lost_s": self.lost_ns / 1e9,
             "restarts": self.restarts,
             "warnings": list(self.warnings),
+            "failure": self.failure,
         }
 
     def as_table(self) -> str:
@@ -73,6 +76,7 @@ class GoodputReport:
             ("goodput", format_share(self.goodput)),
             ("restarts", format_count(self.restarts)),
             ("lost progress", f"{format_duration(round(self.lost_ns / 1e9, 3))} of steps done again, in recovery"),
+            *([("ended by", presentable(self.failure))] if self.failure else []),
         ]
         return f"{render_table(columns, rows, footer=footer)}\n\n{render_pairs(pairs)}"
 
@@ -114,7 +118,7 @@ def account(lines: Iterable[Mapping[str, Any]], source: str) -> GoodputReport:
             ) from error
     if number == 0:
         raise LogError(f"{source} holds no line of a goodput ledger.")
-    return GoodputReport(books.ns, books.lost_ns, books.num_processes - 1, tuple(books.warnings))
+    return GoodputReport(books.ns, books.lost_ns, books.num_processes - 1, tuple(books.warnings), books.failure)
 
 
 class _Books:
@@ -124,6 +128,7 @@ class _Books:
         self.lost_ns = 0
         self.num_processes = 0
         self.warnings: list[str] = []
+        self.failure = ""
         self._wall_s: float | None = None
         # Step time since each checkpoint that still counts, the run's start first: [(checkpoint's step, ns)].
         self._since: list[tuple[int, int]] = [(0, 0)]
@@ -139,6 +144,8 @@ class _Books:
             self._since.append((integer(line["step"]), 0))
         elif kind == "resumed":
             self._lose_after(integer(line["step"]))
+        elif kind == "failed":
+            self.failure = str(line["error"])
         else:
             raise ValueError(kind)
 
@@ -154,6 +161,7 @@ class _Books:
                 )
             self.ns["idle"] += round(max(0.0, gap_s) * 1e9)
         self.num_processes += 1
+        self.failure = ""
         self._wall_s = wall_s
 
     def _spans(self, ns: Mapping[Bucket, int]) -> None:
