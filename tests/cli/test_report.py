@@ -29,7 +29,7 @@ def test_a_log_of_another_tool_is_a_page(headway, tmp_path):
     # 1 step, then three times 10, each at a minute for 10 steps; the first is reckoned from its rate.
     assert "/titan.log\n\n31 steps in 3 min 7 s\n" in text
     assert "median 33.6 % |" in text
-    assert "needed work is what torchtitan counts" in text
+    assert "useful work is what torchtitan counts" in text
     page = (tmp_path / "page.html").read_text()
     assert "<figcaption><h3>MFU" in page
     assert "<figcaption><h3>Tokens per second" in page
@@ -113,7 +113,7 @@ def test_a_profile_in_the_folder_tells_where_the_time_of_its_steps_went(headway,
     profile, page = seen.profile, page_of(seen)
     assert sum(line.ns for line in profile.mean.lines) == profile.mean.duration_ns
     assert sum(part.ns[0] for part in page.parts) == profile.mean.duration_ns
-    assert page.findings[0] == profile.findings[0]
+    assert page.card.points[1] == f"Why: {profile.findings[0].cause}"
 
 
 def test_a_profile_that_was_cut_off_is_said_and_records_stand_alone(headway, tmp_path):

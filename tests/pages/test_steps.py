@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from headway.errors import ConfigError
 from headway.explain.explanation import Finding
+from headway.meter.goodput_report import account
 from headway.pages.page import is_headline, page_of, report_markdown, report_page
 from headway.pages.run import in_order, read_run
 from helpers.pages import write_run
@@ -50,8 +51,8 @@ def test_a_good_run_says_in_a_line_and_six_tiles_how_it_went_and_what_to_change(
         ["Answers right", "97.4 %", "of 500 held out"],
         ["Goodput", "100.0 %", "0 s of set-up"],
     ]
-    seen, why, advice = page.change.points
-    assert seen == "The step waited for data 20.0 % of the time (up to 20.0 % of the time)."
+    seen, why, advice = page.card.points
+    assert (page.card.remark, seen) == ("up to 20.0 % of the time", "The step waited for data 20.0 % of the time.")
     assert (why[:5], advice[:6]) == ("Why: ", "Next: ")
     for text in (page.as_markdown(), page.as_terminal()):
         assert [
@@ -92,11 +93,27 @@ def test_how_a_run_ended_stands_among_its_facts(tmp_path, facts, state):
     assert state in page_of(read_run(run)).facts[0]
 
 
+def test_an_error_that_ended_a_run_is_the_first_to_show(tmp_path):
+    run = read_run(even(tmp_path / "run"))
+    error = "Error: step 2 has gradient norm nan. The rate was 9.97e+03. Lower optim.lr, key hf_abcdefghijklmnopqrstuv."
+    page = page_of(replace(run, goodput=account([BEGIN | {"wall_s": 0}, {"kind": "failed", "error": error}], "x")))
+    assert page.facts[0].endswith(" · failed")
+    assert [page.card.title, *page.card.points] == [
+        "What ended the run",
+        "Error: step 2 has gradient norm nan.",
+        "The rate was 9.97e+03.",
+        "Lower optim.lr, key (hidden).",
+    ]
+    assert page.more[0].points[0] == "The step waited for data 20.0 % of the time."
+    resumed = account([BEGIN | {"wall_s": 0}, {"kind": "failed", "error": error}, BEGIN | {"wall_s": 1}], "x")
+    assert page_of(replace(run, goodput=resumed)).card.title == "What to change first"
+
+
 def test_a_run_whose_numbers_are_not_finite_says_so_in_place_of_its_loss(tmp_path):
     run = rewritten(even(tmp_path / "run"), lambda record: {"loss": None} if record["step"] > 12 else {})
     page = page_of(read_run(run))
     assert ["Loss", "NaN", "not finite in 8 of 20 records"] in page.tiles.rows
-    assert page.change.points[0].startswith("Loss is NaN from step 13 on")
+    assert page.card.points[0].startswith("Loss is NaN from step 13 on")
 
 
 def test_a_model_that_only_draws_and_a_meter_without_losses(tmp_path):
@@ -134,8 +151,8 @@ def test_two_runs_are_the_same_page_with_names_that_differ_and_a_column_of_diffe
     assert ["MFU", "18.0 %", "22.5 %", "+4.5 points"] in page.tiles.rows
     assert ["Step", "500 ms", "400 ms", "-20.0 %"] in page.tiles.rows
     assert page.time.footer == ["the step", "500.0 ms", "400.0 ms", "-100.0 ms"]
-    assert page.change.points[0].startswith("A step of B takes 100.00 ms less than one of A (-20.0 %).")
-    assert "Settings that differ: optim.lr (0.1 in A, 0.2 in B)." in page.change.points
+    assert page.card.points[0].startswith("A step of B takes 100.00 ms less than one of A (-20.0 %).")
+    assert "Settings that differ: optim.lr (0.1 in A, 0.2 in B)." in page.card.points
     assert page.as_markdown().startswith("# before (A) and after (B)\n")
 
 
@@ -206,9 +223,9 @@ def test_a_finding_that_changes_nothing_in_print_is_never_the_first_to_show(tmp_
     assert [is_headline(small), is_headline(large)] == [False, True]
     run = read_run(even(tmp_path / "run"))
     page = page_of(replace(run, findings=(small, large)))
-    assert page.findings == [large, small]
+    assert [page.card.points[0], *(part.points[0] for part in page.more)] == ["D", "S"]
     page = page_of(replace(run, findings=(small,)))
-    said = page.change.points
+    said = page.card.points
     assert [said[0], said[1].partition(" No ")[0]] == [
         "The step waited for data 20.0 % of the time.",
         "Limit: a wait is a finding from 5.0 % of the time.",
@@ -216,5 +233,5 @@ def test_a_finding_that_changes_nothing_in_print_is_never_the_first_to_show(tmp_
     assert said[1].endswith("No finding would change a number that is printed above.")
     assert said[2].startswith("Next: the largest part beside useful work is ")
     assert "1 more finding<" in page.as_html()
-    assert "* S (up to 2.7 % of the time). Why: c Next: n" in page.as_markdown()
-    assert page_of(replace(run, findings=())).change.points[1].endswith("No rule finds anything to change.")
+    assert "* Up to 2.7 % of the time. S Why: c Next: n" in page.as_markdown()
+    assert page_of(replace(run, findings=())).card.points[1].endswith("No rule finds anything to change.")

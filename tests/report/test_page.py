@@ -1,7 +1,6 @@
 """Templates: what they are given stays text, and they ask nothing of the network."""
 
 import re
-from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -9,7 +8,6 @@ import pytest
 from jinja2 import UndefinedError
 
 import headway.report
-from headway.explain.explanation import Finding
 from headway.pages.page import RunPage
 from headway.pages.steps import StepPart
 from headway.report.charts import DrawnLine, lines_chart
@@ -73,18 +71,18 @@ def pages_of(text):
     drawn = ReportSection(
         text, remark=text, chart=lines_chart(text, [DrawnLine(text, [1, 2], [1.0, 2.0])], form="plain")
     )
-    finding = Finding(text, text, text, text, 1, 0.5, when=text)
+    card = ReportSection(text, points=[text] * 3, remark=text)
     tiles = ReportSection("", [text] * 4, [[text] * 4])
     part = StepPart(text, 0, [1, 1], [(text, [1, 1])])
     folds = {text: [section, image, drawn, ReportSection(text, points=[text])]}
-    more = {"findings": [finding] * 3, "charts": [drawn], "files": {text: text}, "numbers": {text: text}}
+    more = {"card": card, "more": [card] * 2, "charts": [drawn], "files": {text: text}, "numbers": {text: text}}
     page = RunPage(text, [text], tiles, tiles, [part], [1, 1], folds=folds, **more)
     piece = {"text": text, "token": text, "count": 2, "is_learnt": False}
     sample = {"error": "", "where": text, "lengths": text, "left_out": text, "media": [(text, text)], "pieces": [piece]}
     sample["answers"] = [{**sample, "title": text}]
     item = {"source": text, "row": 1, "tokens": 2}
     return {
-        "run.html.jinja": page.as_html() + replace(page, points=[text, text]).as_html(),
+        "run.html.jinja": page.as_html(),
         "waiting.html.jinja": render("waiting.html.jinja", name=text, path=text, error=text),
         "samples.html.jinja": render(
             "samples.html.jinja", model=text, samples=[sample, {"error": text}], packs=[(text, [item])], budget=4,

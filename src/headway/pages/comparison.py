@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from headway.explain.comparison import Comparison, compare, differences, line_section
+from headway.explain.comparison import Comparison, compare, differences
 from headway.log.run_files import CONFIG
 from headway.pages.folder import names_of_runs
 from headway.pages.run import ReportedRun
@@ -143,24 +143,11 @@ def _beyond_scatter(a: ReportedRun, b: ReportedRun, compared: Comparison) -> lis
     return [f"Beyond how the steps vary: {', '.join(sure)}."] if sure else []
 
 
-def difference_sections(a: ReportedRun, b: ReportedRun, compared: Comparison) -> dict[str, list[ReportSection]]:
+def difference_sections(a: ReportedRun, b: ReportedRun) -> dict[str, list[ReportSection]]:
     """Tables of what differs, by the heading of the page that they stand under."""
-    table, intervals = line_section(compared), _line_intervals(a, b, compared)
-    headings, lines, footer = [*table.headings], [*table.rows], [*table.footer]
-    if intervals:
-        headings.append("95 % interval of B - A, ms")
-        lines = [
-            [*row, f"{low:+,.2f} to {high:+,.2f}"] for row, (low, high) in zip(lines, intervals.values(), strict=True)
-        ]
-        low, high = (1e3 * bound for bound in _bounds(_means(_steps_s(b), "B") - _means(_steps_s(a), "A")))
-        footer = [*footer, f"{low:+,.2f} to {high:+,.2f}"]
     return {
         "Learning": [_losses("tokens", a, b), _losses("FLOPs", a, b)],
-        "Speed and memory": [
-            ReportSection("Where the time of a step differs", headings, [*lines, footer]),
-            _work(a, b),
-            _components(a, b),
-        ],
+        "Speed and memory": [_work(a, b), _components(a, b)],
         "The run": [settings_that_differ(a, b)],
     }
 

@@ -1,5 +1,6 @@
 """The page of a run, or of two with their differences: the same sections as HTML, as Markdown and on a terminal."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,11 +36,14 @@ from headway.report import (
 )
 from headway.report.page import render
 from headway.report.quantity import number
+from headway.report.secrets import hide_people
 from headway.report.section import ReportSection, markdown_text
 
 SCHEMA_VERSION = 2
 HEADINGS = ("Learning", "Speed and memory", "Data", "The run")
 _HEADLINE = 0.05  # share of the time from which a finding is the first to show, whatever it does to MFU
+_PRAISE = "What the run did well"
+_SENTENCES = re.compile(r"(?<=[a-z0-9)]\.) (?=[A-Z])")  # between two sentences
 _NOTHING_FIRST = "No finding would change a number that is printed above."
 _NOTHING_AT_ALL = "No rule finds anything to change."
 # Advice by the largest part of a step beside the useful work, where no rule names a cause.
@@ -70,37 +74,17 @@ class RunPage:
     parts: Sequence[steps.StepPart] = ()  # the same as numbers
     totals: Sequence[int] = ()  # duration of the mean step of each run [ns]
     is_timed: bool = True  # whether these are times
-    findings: Sequence[Finding] = ()  # the first to mend first; none where `points` say what differs
-    points: Sequence[str] = ()  # differences of two runs, as sentences
-    praise: Sequence[str] = ()  # sentences to show where no finding is a headline
+    card: ReportSection | None = None  # sentences on what to change first, on what ended the run, or on what differs
+    more: Sequence[ReportSection] = ()  # findings behind it
     charts: Sequence[ReportSection] = ()
     folds: Mapping[str, Sequence[ReportSection]] = field(default_factory=dict)  # sections by heading
     files: Mapping[str, str] = field(default_factory=dict)  # texts by name
     numbers: Mapping[str, Any] = field(default_factory=dict)  # numbers for programs
 
     @property
-    def change(self) -> ReportSection:
-        """Sentences on what to change first, or on what differs."""
-        if self.points:
-            return ReportSection("What differs", points=self.points)
-        if len(self.more) < len(self.findings):
-            return ReportSection("What to change first", points=_sentences(self.findings[0]))
-        return ReportSection("What the run did well", points=self.praise)
-
-    @property
-    def more(self) -> Sequence[Finding]:
-        """Findings behind the one to show first; all where none would change what is printed."""
-        return self.findings[1:] if self.findings and is_headline(self.findings[0]) else self.findings
-
-    @property
     def sections(self) -> list[ReportSection]:
         """Sections of the first screen as text."""
-        return [part for part in (self.tiles, self.time, self.change if self.has_change else None) if part]
-
-    @property
-    def has_change(self) -> bool:
-        """True if there is a step's time or a finding to speak of."""
-        return bool(self.time or self.findings or self.points)
+        return [part for part in (self.tiles, self.time, self.card) if part is not None]
 
     def cells(self, ns: Sequence[int]) -> list[str]:
         """A time of each run beside the step, as its table has it."""
@@ -115,8 +99,8 @@ class RunPage:
         lines = [f"# {markdown_text(self.title)}", *map(markdown_text, self.facts)]
         lines += [part.as_markdown() for part in self.sections]
         if self.more:
-            more = ReportSection(points=[" ".join(_sentences(finding)) for finding in self.more])
-            lines.append(more.as_markdown())
+            points = [" ".join([f"{part.remark[:1].upper()}{part.remark[1:]}.", *part.points]) for part in self.more]
+            lines.append(ReportSection(points=points).as_markdown())
         for heading, parts in self.folds.items():
             lines += [f"## {heading}", *(part.as_markdown(3) for part in parts if part.rows or part.points)]
         return "\n\n".join(lines)
@@ -132,13 +116,13 @@ def page_of(*runs: ReportedRun) -> RunPage:
     if len(runs) == 1:
         (run,) = runs
         mean, about = (run.mean, "") if run.profile is None else (run.profile.mean, f"the mean of {run.profile.about}")
-        numbers, points, differ = machine(run), list[str](), dict[str, list[ReportSection]]()
-        title, findings, notes, means = run.name, _in_print_order(run.findings), run.notes, [mean]
+        numbers, differ = machine(run), dict[str, list[ReportSection]]()
+        title, notes, means, (card, more) = run.name, run.notes, [mean], _card(run, mean)
     else:
         a, b, lines = compared(*runs)
-        runs, about, findings, notes, means = (a, b), "", [], lines.notes, [a.mean, b.mean]
-        title, points = f"{a.name} (A) and {b.name} (B)", difference_points(a, b, lines)
-        differ = difference_sections(a, b, lines)
+        runs, about, notes, means = (a, b), "", lines.notes, [a.mean, b.mean]
+        title, differ = f"{a.name} (A) and {b.name} (B)", difference_sections(a, b)
+        card, more = ReportSection("What differs", points=difference_points(a, b, lines)), []
         numbers = {
             "schema_version": SCHEMA_VERSION,
             "runs": [machine(run) for run in runs],
@@ -146,7 +130,7 @@ def page_of(*runs: ReportedRun) -> RunPage:
             "step_interval_95": step_interval(a, b),
             "settings": {name: [of_a, of_b] for name, of_a, of_b in settings_that_differ(a, b).rows},
         }
-    letters = ("A: ", "B: ") if points else ("",)
+    letters = ("A: ", "B: ") if len(runs) > 1 else ("",)
     # A log that tells neither times nor work has one part, of which nothing is known.
     parts, is_timed = steps.step_parts(means), all(mean.is_timed for mean in means)
     dots = [line for run in runs if (line := held_out_loss(run.evaluations)) is not None]
@@ -154,17 +138,17 @@ def page_of(*runs: ReportedRun) -> RunPage:
         steps.series_charts, [run.records for run in runs], marks=runs[0].marks if len(runs) == 1 else (),
         dots=dots if len(dots) == len(runs) else (),
     )  # fmt: skip
+    has_parts = is_timed or len(parts) > 1
     return RunPage(
         title=title,
         facts=[f"{letter}{' · '.join(facts_of(run))}" for letter, run in zip(letters, runs, strict=True)],
         tiles=_tiles([measures_of(run) for run in runs]),
-        time=steps.time_section(means, about) if is_timed or len(parts) > 1 else None,
+        time=steps.time_section(means, about) if has_parts else None,
         parts=parts,
         totals=[mean.duration_ns for mean in means],
         is_timed=is_timed,
-        findings=findings,
-        points=points,
-        praise=_praise(runs[0], parts, means[0].duration_ns, has_findings=bool(findings)) if len(runs) == 1 else (),
+        card=card if has_parts or more or card.title != _PRAISE else None,
+        more=more,
         charts=chart(steps.FIRST),
         folds=_folds(runs, chart, differ, notes),
         files=runs[0].files if len(runs) == 1 else {},
@@ -182,10 +166,17 @@ def report_markdown(*runs: ReportedRun) -> str:
     return page_of(*runs).as_markdown()
 
 
-def _in_print_order(findings: Sequence[Finding]) -> list[Finding]:
-    """Put first the first finding that would change what is printed."""
-    first = [finding for finding in findings if is_headline(finding)][:1]
-    return [*first, *(finding for finding in findings if finding not in first)]
+def _card(run: ReportedRun, mean: MeanWaterfall) -> tuple[ReportSection, list[ReportSection]]:
+    """Choose what a reader of a run must know first, and the findings that stand behind it."""
+    sections = [
+        ReportSection("What to change first", points=_sentences(finding), remark=finding.extent)
+        for finding in sorted(run.findings, key=is_headline, reverse=True)
+    ]
+    if failure := run.goodput.failure if run.goodput is not None else "":
+        return ReportSection("What ended the run", points=_SENTENCES.split(hide_people(failure))), sections
+    if any(map(is_headline, run.findings)):
+        return sections[0], sections[1:]
+    return ReportSection(_PRAISE, points=_praise(run, mean, has_findings=bool(sections))), sections
 
 
 def is_headline(finding: Finding) -> bool:
@@ -196,14 +187,13 @@ def is_headline(finding: Finding) -> bool:
 
 
 def _sentences(finding: Finding) -> list[str]:
-    """Sentences of a finding: its observation with its size, its cause, and what to do next."""
-    observed = finding.seen[:1].upper() + finding.seen[1:].removesuffix(".")
-    return [f"{observed} ({finding.extent}).", f"Why: {finding.cause}", f"Next: {finding.next}"]
+    """Sentences of a finding: its observation, its cause, and what to do next."""
+    return [f"{finding.seen[:1].upper()}{finding.seen[1:]}", f"Why: {finding.cause}", f"Next: {finding.next}"]
 
 
-def _praise(run: ReportedRun, parts: Sequence[steps.StepPart], total_ns: int, *, has_findings: bool) -> list[str]:
+def _praise(run: ReportedRun, mean: MeanWaterfall, *, has_findings: bool) -> list[str]:
     """Sentences where no finding is a headline: what was measured, the limit of the rules, and what to try next."""
-    shares = {part.name: part.ns[0] / total_ns for part in parts}
+    shares = {part.name: part.ns[0] / mean.duration_ns for part in steps.step_parts([mean])}
     largest = max((name for name in shares if name != steps.USEFUL), key=shares.__getitem__, default="")
     if not largest or "data" not in shares:
         return [_NOTHING_FIRST if has_findings else _NOTHING_AT_ALL]
@@ -246,6 +236,8 @@ def _seconds(run: ReportedRun) -> float:
 
 def _state(run: ReportedRun) -> list[str]:
     """End of a run in words; none where nothing tells it."""
+    if run.goodput is not None and run.goodput.failure:
+        return ["failed"]
     if any(note.startswith(UNFINISHED_NOTE) for note in run.notes):
         return ["unfinished"]
     file = run.folder / SUMMARY if run.folder is not None else None

@@ -100,12 +100,17 @@ class ReportSection:
         )
 
     @property
+    def _full_title(self) -> str:
+        """The title in text; that of sentences with their remark, such as their size."""
+        return f"{self.title} ({self.remark})" if self.remark and self.points else self.title
+
+    @property
     def _columns(self) -> list[Column]:
         return [Column(name, "left" if place in self.left else "right") for place, name in enumerate(self.headings)]
 
     def as_markdown(self, level: int = 2) -> str:
         """Render it for an issue, its title as a heading of a level."""
-        title = markdown_text(self.title)
+        title = markdown_text(self._full_title)
         parts = [] if not title else [f"**{title}**" if self.is_sentence else f"{'#' * level} {title}"]
         parts += [markdown_text(self.says)] if self.says else []
         parts += [markdown_table(self._columns, self.rows, self.footer or None)] if self.headings else []
@@ -114,7 +119,7 @@ class ReportSection:
 
     def as_terminal(self) -> str:
         """Render it for a terminal, a pipe or a log."""
-        parts = [render_lines([printable(text)]) for text in (self.title, self.says) if text]
+        parts = [render_lines([printable(text)]) for text in (self._full_title, self.says) if text]
         if self.headings:
             drawn = render_table(self._columns, self.rows, footer=self.footer or None)
             lines = [
