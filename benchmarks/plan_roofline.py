@@ -2,7 +2,7 @@
 
     .venv/bin/python benchmarks/plan_roofline.py      # a minute; nothing is trained
 
-Packs and models are those of benchmarks/engine_gpu.py; what of this was measured is in plan_measured_*.md.
+Packs and models are those of benchmarks/engine_gpu.py and gpu_all.sh; plan_measured_*.md has what was measured of this.
 Writes benchmarks/results/plan_roofline_<hardware>_<yyyymm>.json and the .md table.
 """
 
@@ -23,7 +23,9 @@ from record import RESULTS, describe_environment, environment, markdown_table, r
 
 DEVICE = "NVIDIA H200"
 ROOM_BYTES = room_of(named_device(DEVICE))
-PACKS = 3
+STEPS = 3
+SHORTER_PACKS = {"text": (4, 20480), "image": (3, 20480), "video": (2, 25600)}
+"""Packs of a step and their tokens, for the same tokens a step as the recipe's one pack."""
 LAYERS = {"vqa": 24}  # language layers, where the whole model (of 48 there) does not fit one device
 FA2 = ["Attention on CUDA: PyTorch's variable-length FlashAttention-2"]
 CUDNN = ["Attention on CUDA: cuDNN's ragged attention (cudnn)"]
@@ -33,7 +35,7 @@ MEANS: dict[str, dict[str, Any]] = {
     "AdamW in one pass": {"notes": [*CUDNN, ONE_PASS_NOTE]},
     "what fits is not computed again": {"recompute": "memory:SIZE"},
 }
-"""What each row changes; it keeps what the rows before it changed."""
+"""Changes of each row, which also has those of the rows before it."""
 REVIEWED = {"text": (46, 52), "image": (38, 47), "video": (39, 48), "vqa": (22, 25)}
 """Estimates of 25 November 2026, by rates taken from publications: with the first row's means, and with all [%]."""
 
@@ -55,19 +57,31 @@ def planned_steps(setup: str) -> list[dict[str, Any]]:
     layers = LAYERS.get(setup, SETUPS[setup].layers(is_small=False))
     case: dict[str, Any] = {"setup": setup, "layers": layers, "dtype": "bfloat16-params", "kernels": "torch",
                             "compiled": True, "recompute": None}  # fmt: skip
-    packs, peak = packs_of(setup, PACKS), named_device(DEVICE).peak_flops_per_s["bf16"]
+    means = dict(MEANS)
+    if setup in SHORTER_PACKS:
+        count, length = SHORTER_PACKS[setup]
+        means[f"{count} packs of {length:,} a step"] = {"accumulation": count, "tokens_per_pack": length}
     rows = []
-    for name, change in MEANS.items():
+    for name, change in means.items():
         case |= change
-        planned = _fullest(case, packs) if case["recompute"] else PlannedCase.of(case, DEVICE, packs)
-        flops = [planned.cost_model.count(pack, recompute=planned.state.recompute) for pack in packs]
-        step_s = sum(planned.lines([pack]).step_s for pack in packs)
-        rows.append({
-            "means": name, "step_s": step_s / PACKS, "bytes": int(planned.memory.peak),
-            "mfu": sum(one.total for one in flops) / step_s / peak,
-            "hfu": sum(one.total + one.recompute for one in flops) / step_s / peak,
-        })  # fmt: skip
+        rows.append({"means": name} | _mean_step(case))
     return rows
+
+
+def _mean_step(case: dict[str, Any]) -> dict[str, Any]:
+    """Plan `STEPS` steps of a case: mean seconds of a step, rates, and bytes at the fullest moment."""
+    count, peak = case.get("accumulation", 1), named_device(DEVICE).peak_flops_per_s["bf16"]
+    packs = packs_of(case["setup"], STEPS * count, case.get("tokens_per_pack"))
+    planned = _fullest(case, packs) if case["recompute"] else PlannedCase.of(case, DEVICE, packs)
+    flops = [planned.cost_model.count(pack, recompute=planned.state.recompute) for pack in packs]
+    steps = [packs[first : first + count] for first in range(0, len(packs), count)]
+    total_s = sum(planned.lines(step).step_s for step in steps)
+    return {
+        "step_s": total_s / STEPS,
+        "bytes": int(planned.memory.peak),
+        "mfu": sum(flop.total for flop in flops) / total_s / peak,
+        "hfu": sum(flop.total + flop.recompute for flop in flops) / total_s / peak,
+    }
 
 
 def _fullest(case: dict[str, Any], packs: Sequence[Workload]) -> PlannedCase:
@@ -85,7 +99,7 @@ def render(record: dict[str, Any]) -> str:
     cells = []
     for recipe, rows in record["recipes"].items():
         for number, row in enumerate(rows):
-            estimate = {0: REVIEWED[recipe][0], len(rows) - 1: REVIEWED[recipe][1]}.get(number)
+            estimate = {0: REVIEWED[recipe][0], len(MEANS) - 1: REVIEWED[recipe][1]}.get(number)
             cells.append([recipe, ("" if number == 0 else "+ ") + row["means"], f"{row['step_s']:.3f}",
                           f"{100 * row['mfu']:.1f} %", f"{100 * row['hfu']:.1f} %", f"{row['bytes'] / 2**30:.1f}",
                           "-" if estimate is None else f"{estimate} %"])  # fmt: skip
@@ -94,9 +108,9 @@ def render(record: dict[str, Any]) -> str:
         f"# Steps of the recipes on one H200, planned\n\n{describe_environment(record)}\n\nEach row has what the rows "
         "above it have as well. Planned by `headway plan`'s own functions at its rates of an H200, on the packs of "
         "benchmarks/engine_gpu.py; blocks are compiled, weights and moments bfloat16. VQA: "
-        f"{LAYERS['vqa']} of 48 layers. The last row of a recipe keeps as many activations as "
+        f"{LAYERS['vqa']} of 48 layers. From \"what fits\" on, a step keeps as many activations as "
         f"{ROOM_BYTES / 2**30:.0f} GiB hold "
-        "(`speed.recompute=memory:SIZE`). The review's estimates (25 November 2026) took rates from publications.\n\n"
+        "(`speed.recompute=memory:SIZE`). Rows with shorter packs have the same tokens a step. The review's estimates (25 November 2026) took rates from publications.\n\n"
         f"{markdown_table(headings, cells)}\n"
     )
 
