@@ -108,9 +108,10 @@ def render(record: dict[str, Any]) -> str:
         f"# Steps of the recipes on one H200, planned\n\n{describe_environment(record)}\n\nEach row has what the rows "
         "above it have as well. Planned by `headway plan`'s own functions at its rates of an H200, on the packs of "
         "benchmarks/engine_gpu.py; blocks are compiled, weights and moments bfloat16. VQA: "
-        f"{LAYERS['vqa']} of 48 layers. From \"what fits\" on, a step keeps as many activations as "
+        f'{LAYERS["vqa"]} of 48 layers. From "what fits" on, a step keeps as many activations as '
         f"{ROOM_BYTES / 2**30:.0f} GiB hold "
-        "(`speed.recompute=memory:SIZE`). Rows with shorter packs have the same tokens a step. The review's estimates (25 November 2026) took rates from publications.\n\n"
+        "(`speed.recompute=memory:SIZE`). Rows with shorter packs have the same tokens a step. "
+        "The review's estimates (25 November 2026) took rates from publications.\n\n"
         f"{markdown_table(headings, cells)}\n"
     )
 

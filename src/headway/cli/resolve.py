@@ -47,13 +47,13 @@ def resolve_cost_model(name: str) -> "CostModel":
         needs_extra(f"{name!r} is not a shipped model, so its own code must be traced, and that"),
         working(f"tracing {name}"),
     ):
-        from headway.tracing import trace
+        from headway.tracing import trace, trace_config
 
         if (path := saved_denoiser(name)) is not None:
             from headway.models.denoisers import denoiser_config, denoiser_on_shapes
 
             return trace(denoiser_on_shapes(denoiser_config(path)))
-        return trace(resolve_config(name))
+        return trace_config(resolve_config(name))
 
 
 def saved_denoiser(name: str) -> Path | None:
@@ -110,9 +110,9 @@ def resolve_ledger(settings: "ModelConfig") -> "CostModel":
         return resolve_cost_model(settings.path)
     with needs_extra("adding tokens to a model"), working(f"tracing {settings.path}"):
         from headway.optim import with_new_rows
-        from headway.tracing import trace
+        from headway.tracing import trace_config
 
-        return trace(with_new_rows(resolve_config(settings.path), settings))
+        return trace_config(with_new_rows(resolve_config(settings.path), settings))
 
 
 def in_patches(model: str | None, images: str | None) -> str | None:

@@ -111,14 +111,15 @@ def saved_of_partly_trained(
 
     from headway.models.recurrent import running_code
     from headway.optim import freeze, put_adapters, with_new_rows
-    from headway.tracing import trace
+    from headway.tracing import trace_config
     from headway.tracing.activations import saved_by_block
     from headway.tracing.build import model_on_shapes
 
     dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
-    model: Any = model_on_shapes(with_new_rows(architecture, learns), dtype)
+    architecture = with_new_rows(architecture, learns)
+    model: Any = model_on_shapes(architecture, dtype)
     if learns.freeze or learns.lora:
-        put_adapters(model, freeze(model, ledger or trace(model), learns.freeze), learns)
+        put_adapters(model, freeze(model, ledger or trace_config(architecture), learns.freeze), learns)
     autocast = torch.bfloat16 if precision == "bfloat16-autocast" else None
     return saved_by_block(model, autocast=autocast, code=running_code(packages))
 

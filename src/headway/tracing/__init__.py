@@ -6,6 +6,6 @@ operation's cost is proportional to, and `classify` names its component. `verify
 counter. Nothing here knows a model family by name, but for `families`.
 """
 
-from headway.tracing.trace import trace
+from headway.tracing.trace import trace, trace_config
 
-__all__ = ["trace"]
+__all__ = ["trace", "trace_config"]

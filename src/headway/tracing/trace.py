@@ -32,6 +32,8 @@ from headway.tracing.results import Results, start_backward
 from headway.tracing.stand_ins import recording
 
 _MOST_CHARACTERS = 300  # most characters of an error's own text
+_MOST_TRACED = 8  # cost models that a process keeps; one has some megabytes
+_TRACED: dict[tuple[type, str], CostModel] = {}  # by a configuration's class and JSON, oldest first
 
 
 def trace(model_or_config: Any, *, inputs: Any = None, results: Results = None, name: str | None = None) -> CostModel:
@@ -83,6 +85,20 @@ def trace(model_or_config: Any, *, inputs: Any = None, results: Results = None, 
         raise TraceError(str(error)) from error
     except Exception as error:  # foreign code may raise anything: its module and operation are named where it ran
         raise failed_on_shapes(error, model_or_config) from error
+
+
+def trace_config(config: Any) -> CostModel:
+    """Trace the model of a transformers configuration; an equal configuration is traced once in a process.
+
+    Raises:
+        TraceError: as `trace`.
+    """
+    key = type(config), config.to_json_string(use_diff=False)
+    if key not in _TRACED:
+        while len(_TRACED) >= _MOST_TRACED:
+            del _TRACED[next(iter(_TRACED))]
+        _TRACED[key] = trace(config)
+    return _TRACED[key]
 
 
 @contextmanager
