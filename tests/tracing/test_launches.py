@@ -6,10 +6,18 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from headway.config import OptimConfig
+from headway.count import Workload
 from headway.models import load_model
 from headway.models.losses import AfterHead, Task, labelled_slots, linear_losses
+from headway.models.parallel.mesh import clipping_factor, gradient_norm
+from headway.models.recompute import recompute_blocks
 from headway.models.recurrent import running_code
-from headway.predict.step_time import LOSS_LAUNCHES
+from headway.optim.optimizer import make_optimizer, take_step
+from headway.predict.recipe import State
+from headway.predict.speeds import Cases, Speeds
+from headway.predict.step_time import LOSS_LAUNCHES, StepTimes, StepWork
+from headway.tracing import trace
 from headway.tracing.activations import saved_by_block
 from headway.tracing.build import model_on_shapes
 from headway.tracing.launches import RunningCode
@@ -39,6 +47,8 @@ def kind_of(name):
     """Kind of an event: "none" launches nothing, "kernel" has a kernel of its own, "parts" is written in others."""
     if not name.startswith("aten::"):
         return "parts"
+    if name.startswith("aten::_foreach_"):  # a device has a kernel for lists; a CPU works on tensor after tensor
+        return "kernel"
     overloads = torch._C._jit_get_schemas_for_operator(name)
     functions = [getattr(getattr(torch.ops.aten, name[6:]), o.overload_name or "default", None) for o in overloads]
     if name[6:] in NOTHING or any(function is not None and function.is_view for function in functions):
@@ -102,6 +112,48 @@ def test_a_chunk_of_the_loss_launches_as_many_operators_as_a_plan_says():
 )  # fmt: skip
 def test_launches_are_those_that_the_profiler_counts(family, lengths):
     assert planned(family, lengths) == pytest.approx(profiled(family, lengths), rel=0.1)
+
+
+def step_in_float32(family, packs, recompute, rule):
+    """Launches of a step of packs with its update: by PyTorch's profiler, and by the plan."""
+    model, tokens = load_model(tiny_config(family), random_init=True).train(), 48
+    cost_model = trace(model)
+    saved = saved_by_block(model, code=running_code(frozenset()))
+    recompute_blocks(model, recompute, cost_model.block_towers, cost_model.rows)
+    optimizer = make_optimizer(model, OptimConfig(steps=2, lr=1e-3, name=rule), cost_model)
+    inputs = {"input_ids": torch.arange(tokens)[None] % 150 + 7, "position_ids": torch.arange(tokens)[None]}
+    inputs |= {"pack_cu_seqlens": torch.tensor([0, tokens]).int(), "pack_max_seqlen": tokens, "use_cache": False}
+
+    def step():
+        for _ in range(packs):
+            logits = model(**inputs).logits
+            logits.backward(torch.ones_like(logits))
+        norm = gradient_norm(model.parameters())
+        take_step(optimizer, norm[None], factor=clipping_factor(norm, 1.0), skips=False)
+        optimizer.zero_grad(set_to_none=True)
+
+    step()
+    with profile(activities=[ProfilerActivity.CPU]) as run:
+        step()
+    counted = sum(launches_in(event) for event in run.events() if event.cpu_parent is None)
+    pack = Workload([tokens])
+    work = StepWork(cost_model.count(pack), pack, packs=packs, tokens=tokens)
+    state = State(compute_bytes=4, rule=rule, recompute=recompute)
+    times = StepTimes(cost_model, saved, Speeds("mine", 100.0, Cases.exact(10.0), ""))
+    return counted, times.step_launches(work, state) - packs * LOSS_LAUNCHES
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "qwen3_5", "lfm2"])
+@pytest.mark.parametrize("packs", [1, 4])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_step_with_its_update_launches_what_the_profiler_counts(family, packs, recompute):
+    counted, planned = step_in_float32(family, packs, recompute, "adamw")
+    assert planned == pytest.approx(counted, rel=0.1)
+
+
+def test_muon_launches_what_the_profiler_counts():
+    counted, planned = step_in_float32("llama", 1, "none", "muon")
+    assert planned == pytest.approx(counted, rel=0.1)
 
 
 def test_a_package_of_kernels_takes_the_launches_of_a_recurrence_away_whatever_the_length():

@@ -1,8 +1,8 @@
-"""Bytes and times of kernels that are no products, by their operations: the update, the loss, and rows for experts."""
+"""Bytes, launches and times of kernels that are no products: the update, the loss, and rows for experts."""
 
 from headway.count import CostModel
 from headway.count.units import head_features, head_parameter
-from headway.count.updating import NEWTON_SCHULZ, RULES
+from headway.count.updating import AT_ONCE, NEWTON_SCHULZ, ONE_PASS_FROM, RULES, rules_of
 from headway.predict.activations import BFLOAT16, FLOAT32
 from headway.predict.engine import Update
 from headway.predict.recipe import State
@@ -17,6 +17,11 @@ bytes, added, and bits cut off: 4 bytes for each operand and result); codes of 8
 Source of the 10: a profile of 16.1 billion numbers on a H200, whose random numbers took 126 ms; 2026-11-26.
 """
 
+TENSORS_AT_ONCE, NUMBERS_AT_ONCE = {1: 110, 2: 64, 3: 48, 4: 36}, 320 * 65536
+"""Tensors, by the number of lists that an operator takes, and numbers that PyTorch gives to one kernel for lists.
+
+Source: depth_to_max_tensors, depth_to_max_blocks and kChunkSize of ATen/native/cuda/MultiTensorApply.cuh, 2.13.
+"""
 
 LOG_SOFTMAX_READS = 3
 """Times that log-softmax reads a row of logits: for its largest, its sum and its result.
@@ -92,6 +97,54 @@ def clipping_bytes(state: State, trained: int, update: Update) -> int:
     is_kernel_s = update == "one pass" and BFLOAT16 <= min(state.weight_bytes, state.moment_bytes) < FLOAT32
     scaled = 2 * FLOAT32 if state.clips and not is_kernel_s else 0
     return (state.weight_bytes + scaled) * trained
+
+
+def update_launches(
+    cost_model: CostModel, state: State, shards: int, packs: int = 1, update: Update | None = None
+) -> int:
+    """Count the kernels that a step launches for sums of gradients, their norm, clipping and the update.
+
+    Args:
+        cost_model: of the model, with what is frozen frozen.
+        state: dtypes of weights and moments, and the rule.
+        shards: processes that each update as much of every parameter.
+        packs: micro-batches of a step; the gradients of each but the first are added to earlier ones.
+        update: kernels of another engine.
+    """
+    rules, numels = rules_of(cost_model, state.rule), dict[str, list[int]]()
+    for p in cost_model.parameters:
+        if p.trainable:
+            numels.setdefault(rules[p.name], []).append(-(-p.numel // shards))
+    # norms of tensors, of all of them and of all processes; three operators and a bound make the factor of clipping
+    tensors = [numel for parts in numels.values() for numel in parts]
+    count = (packs - 1) * len(tensors) + _listed(tensors, 1) + 4 + (4 if state.clips else 0)
+    reads = 1 if state.moment_bytes >= BFLOAT16 else 5  # codes and scales are laid together, looked up and multiplied
+    writes = 5 if state.moment_bytes >= BFLOAT16 else 9  # rounded with a random number; or scales and codes are found
+    in_float32 = state.weight_bytes == state.moment_bytes == FLOAT32
+    for rule, parts in numels.items():
+        count += 2 * _listed(parts[:1], 1)  # steps are counted for parameters that decay, and for others
+        if rule == "adamw" and in_float32:
+            count += 2 * _listed(parts, 4) + (2 * _listed(parts, 1) if state.clips else 0)
+            continue
+        in_one_pass = [n for n in parts if n >= ONE_PASS_FROM and (update or own_update(state, rule)) == "one pass"]
+        count += len(in_one_pass) + (13 if in_one_pass else 0)  # 13 make the numbers that kernels read
+        lists = -(-(sum(parts) - sum(in_one_pass)) // AT_ONCE)
+        # copies of weights, gradients and moments, the factor, the update, and all but gradients written back
+        count += lists * (4 + 5 + len(RULES[rule].moments) * (reads + writes))
+    if RULES[state.rule].iterations:
+        for (rows, columns), matrices in muon_matrices(cost_model).items():
+            stacks = -(-matrices * rows * columns // AT_ONCE)
+            count += stacks * (5 + 3 * RULES[state.rule].iterations + 9)  # laid together and normed; applied in float32
+    return count
+
+
+def _listed(numels: list[int], lists: int) -> int:
+    """Count the kernels of an operator on lists of tensors of so many numbers.
+
+    >>> _listed([1] * 100, 4), _listed([2**30], 1), _listed([], 1)
+    (3, 52, 0)
+    """
+    return max(-(-len(numels) // TENSORS_AT_ONCE[lists]), -(-sum(numels) // NUMBERS_AT_ONCE))
 
 
 def loss_bytes(cost_model: CostModel, slots: float, state: State, *, fused: bool, learns: bool = True) -> float:

@@ -34,6 +34,7 @@ from headway.predict.kernel_bytes import (
     muon_products,
     own_update,
     update_bytes,
+    update_launches,
 )
 from headway.predict.recipe import State
 from headway.predict.speeds import HEAD_SIZE, Cases, Shape, Speeds
@@ -85,7 +86,7 @@ class StepForecast:
         peak_flops_per_s: of all devices together [FLOP/s].
         tokens: real tokens of a mean step, all devices together.
         reference: forward of its packs that a stored reference takes, once, before the first step [s].
-        launches: operators that the host of each device launches for forward and backward of a step.
+        launches: operators that the host of each device launches for a step.
         launching: that this takes the host, hidden or not [s].
     """
 
@@ -264,8 +265,7 @@ class StepTimes:
         waiting = computed.times(1 / work.balance - 1) if work.balance else Cases.exact(0.0)
         lines.append(self._line("communication.waiting", waiting))
         # the host launches kernels ahead of the device, and the step waits for what it does not hide
-        launches = work.packs * self.launches(state, work.pack.slots / work.sequence, work.segments)
-        launching = host = speeds.launching_s(launches)
+        launching = host = speeds.launching_s(launches := self.step_launches(work, state))
         if speeds.runs_ahead:
             launching = Cases(*(max(0.0, seconds) for seconds in launching - computed))
         lines.append(self._line("idle.launch", launching))
@@ -290,6 +290,11 @@ class StepTimes:
             seconds = self._component_s(row, _share(row, padding, work), work, state, amounts)
             took[row.name] = took.get(row.name, Cases.exact(0.0)) + seconds
         return took
+
+    def step_launches(self, work: StepWork, state: State) -> float:
+        """Count the operators that the host of a device launches for a step: its packs, their sums, and the update."""
+        of_packs = work.packs * self.launches(state, work.pack.slots / work.sequence, work.segments)
+        return of_packs + update_launches(self._cost_model, state, work.shards, work.packs, self._engine.update)
 
     def launches(self, state: State, slots: float, segments: float) -> float:
         """Count the operators that the host launches for a pack of so many slots and segments, its loss included."""

@@ -28,11 +28,19 @@ ATTENTION = {"forward": 1, "backward": 3}
 
 Source: flash-attention 2, csrc/flash_attn/src/flash_bwd_launch_template.h, read 2026-11-30.
 """
-FLASH_LINEAR = {"forward": 6, "backward": 12}
-"""Kernels of a gated delta rule: forward norms queries and keys, sums decays, solves, and computes states and outputs;
-backward makes states again, adds two pairs of gradients, and takes the gradients of both norms.
+FLASH_LINEAR = {"heads": (8, 12), "channels": (9, 11)}
+"""Launches of a gated delta rule's forward and backward, by what its gates are of. Forward norms queries and keys, sums
+decays, fills with zeros, solves (two kernels with gates of channels), and computes writes, states and outputs. Backward
+computes writes and states again, has four kernels of its own and sums of their parts, and those of decays and norms.
 
-Source: flash-linear-attention 0.6.0, fla/ops/gated_delta_rule/chunk.py and chunk_fwd.py.
+Source: flash-linear-attention 0.6.0, chunk.py, chunk_fwd.py, chunk_intra.py and chunk_bwd.py of fla/ops/kda and
+fla/ops/gated_delta_rule, common/chunk_o.py and common/chunk_delta_h.py, read 2026-11-30.
+"""
+PACKAGED = {"causal_conv1d_fn": (1, 3)}
+"""Launches of other packages' functions, by name; one each of those that are not here. Backward fills the weight's
+gradient with zeros, runs, and casts it.
+
+Source: causal-conv1d 1.7.0, causal_conv1d/cpp_functions.py.
 """
 CUT = 3
 """Operators of the backward of cutting a segment out of a pack: zeros, a copy into them, and a sum."""
@@ -135,8 +143,10 @@ class LaunchCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
     ) -> dict[Phase, tuple[int, Fraction]]:
         """Count the launches of a function by phase: those of a call, and those of each token."""
         if PACKAGES.get(name, "fla") in self._code.packages:
-            counts = {"forward": 1, "backward": 1} if name in PACKAGES else FLASH_LINEAR
-            return {"forward": (counts["forward"], Fraction(0)), "backward": (counts["backward"], Fraction(0))}
+            gates = options.get("g", args[3] if len(args) > 3 else None)
+            gated = "channels" if gates is not None and gates.dim() == 4 else "heads"
+            forward, backward = PACKAGED.get(name, (1, 1)) if name in PACKAGES else FLASH_LINEAR[gated]
+            return {"forward": (forward, Fraction(0)), "backward": (backward, Fraction(0))}
         is_at_once = self._way(module) == "pack"
         function = (self._code.over_pack(original) if is_at_once else None) or written_out(original)
         if function is None:
