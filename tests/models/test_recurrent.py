@@ -1,6 +1,8 @@
 """A recurrent layer's state stays within a pack's segments."""
 
+import re
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from headway.errors import ConfigError
 from headway.models import load_model
 from headway.models.delta_rule import packed_convolution, packed_gated_delta_rule, segment_numbers
+from headway.models.precision import Precision
 from headway.models.recurrent import recurrent_layers
+from headway.train.build import recurrences_line
 from helpers.models import tiny_config
 
 LENGTHS = (9, 70, 1, 5)  # the rule of Qwen3.5 works in chunks of 64
@@ -122,3 +126,27 @@ def test_layers_of_known_functions_run_once_for_any_number_of_segments_and_read_
             torch.autograd.grad(layer(hidden_states=hidden, pack_cu_seqlens=boundaries).sum(), grads)
         ran.append(dispatched.counts)
     assert ran[0] == ran[1] == ran[2]
+
+
+@pytest.mark.parametrize(
+    ("family", "code"),
+    [
+        (
+            "kimi_linear",
+            "the gated delta rule by PyTorch operations .* and the short convolution by PyTorch operations",
+        ),
+        ("lfm2", "the short convolution by PyTorch operations of Headway over the pack"),
+        ("minimax", "each segment of a pack by itself"),
+    ],
+)
+def test_a_run_says_which_code_runs_recurrent_layers_and_what_it_launches(family, code):
+    model = load_model(tiny_config(family), random_init=True)
+    config = SimpleNamespace(data=SimpleNamespace(tokens_per_pack=64), optim=SimpleNamespace(accumulation=4))
+    precision = Precision("float32", torch.float32, torch.float32, "cpu")
+    (line,) = recurrences_line(model, config, precision, fused=False)
+    assert re.match(rf"\d+ recurrent layers run {code}.* Their blocks launch [\d,]+ operators a step", line)
+
+
+def test_a_run_says_nothing_of_recurrent_layers_where_there_are_none():
+    model = load_model(tiny_config("llama"), random_init=True)
+    assert recurrences_line(model, None, None, fused=False) == ()

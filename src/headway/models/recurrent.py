@@ -44,6 +44,7 @@ class _Form:
         state: method of transformers' cache that keeps what they carry.
         argument: brings boundaries to a package's kernel that takes the function's place.
         over_pack: does the same over a pack, in PyTorch's own operations.
+        name: of what they compute.
     """
 
     first: tuple[str, ...]
@@ -51,16 +52,20 @@ class _Form:
     state: str
     argument: str
     over_pack: Callable[..., Any]
+    name: str
 
 
 _FORMS = (
-    _Form(("hidden_states", "weight"), "bias", "update_conv_state", "seq_idx", packed_convolution),
+    _Form(
+        ("hidden_states", "weight"), "bias", "update_conv_state", "seq_idx", packed_convolution, "the short convolution"
+    ),
     _Form(
         ("query", "key", "value", "g", "beta"),
         "chunk_size",
         "update_recurrent_state",
         "cu_seqlens",
         packed_gated_delta_rule,
+        "the gated delta rule",
     ),
 )
 # Methods of transformers' cache, by which a layer keeps a state or a convolution's last tokens instead of keys.
@@ -118,6 +123,18 @@ def runs_at_once(module: nn.Module) -> bool:
     """Tell whether known functions carry all that a recurrent layer keeps in the cache, so that it runs over a pack."""
     states = {form.state for _, form in _carriers(module)}
     return bool(states) and names_read(module) & _STATES <= states
+
+
+def code_of(module: nn.Module) -> str:
+    """Name the code that runs a recurrent layer of a model which is ready for packs."""
+    if not runs_at_once(module):
+        return "each segment of a pack by itself"
+    namespace = vars(sys.modules[type(module).__module__])
+    ours = {form.name: namespace[name].over_pack is form.over_pack for name, form in _carriers(module)}
+    return " and ".join(
+        f"{name} by {'PyTorch operations of Headway over the pack' if is_ours else 'the kernel of a package'}"
+        for name, is_ours in sorted(ours.items())
+    )
 
 
 def _carriers(module: nn.Module) -> list[tuple[str, _Form]]:

@@ -20,6 +20,7 @@ from headway.count import CostModel
 from headway.count.recompute import choice_in_words
 from headway.count.rows import Parameter
 from headway.errors import CheckpointError, ConfigError, TraceError
+from headway.meter.slow_code import installed_kernels
 from headway.models.attention.cuda_kernel import choose_kernel
 from headway.models.blocks import blocks
 from headway.models.compiling import CompileWatch, compile_blocks
@@ -37,14 +38,17 @@ from headway.models.parallel.shard import shard_model
 from headway.models.precision import Precision, gather_in_float8, use_float8
 from headway.models.quantised import hold_frozen, quantise_base
 from headway.models.recompute import recompute_blocks
+from headway.models.recurrent import code_of, recurrent_layers, running_code
 from headway.models.scores import scoring_config
 from headway.models.trial import try_packs
 from headway.models.vision import tower_of_all
 from headway.optim import adapt, freeze, rows_for_new_tokens
 from headway.predict.recipe import fullest_pack, inputs_on_host
 from headway.predict.recompute import least_within
+from headway.report.format import format_count
 from headway.tracing import trace
 from headway.tracing.activations import saved_by_block
+from headway.tracing.unwrap import lies_within
 
 _RANDOM = re.compile(r"drop|jitter|mask_(time|feature)_prob")  # masks of SpecAugment, in towers that hear
 
@@ -113,6 +117,7 @@ def build_trained(
     recompute = chosen_recompute(config, model, cost_model, precision, fused=is_compiled)
     if config.speed.recompute_bytes is not None:
         notes += (f"{config.speed.recompute} {choice_in_words(recompute, cost_model.block_towers)}",)
+    notes += recurrences_line(model, config, precision, fused=is_compiled)
     if later:
         hold_frozen(model, cost_model, precision.params, precision.compute, gathers=mesh is not None)
     if config.model.base is not None:
@@ -308,6 +313,37 @@ def chosen_recompute(
         compute_bytes=precision.compute.itemsize,
         sequence=config.parallel.sequence,
         inputs_on_host=inputs_on_host(config),
+    )
+
+
+def recurrences_line(
+    model: PreTrainedModel, config: TrainConfig, precision: Precision, *, fused: bool
+) -> tuple[str, ...]:
+    """Say which code runs a model's recurrent layers, and how many operators a step launches in their blocks.
+
+    Args:
+        model: before its layers are compiled or sharded.
+        config: of the run.
+        precision: of its forward.
+        fused: whether blocks are compiled.
+
+    Returns:
+        A line, counted as the plan counts; none of a model without such layers.
+    """
+    recurrent = recurrent_layers(model)
+    if not recurrent:
+        return ()
+    autocast = None if precision.params == precision.compute else precision.compute
+    saved = saved_by_block(model, autocast=autocast, code=running_code(installed_kernels()))
+    paths = [path for path, module in model.named_modules() if any(module is layer for layer in recurrent)]
+    holders = [block for name, block in saved.blocks.items() if name and any(lies_within(p, [name]) for p in paths)]
+    tokens, phases = config.data.tokens_per_pack, ("forward", "backward")
+    in_a_pack = sum(block.num_launches(phase, tokens, 1, fused=fused) for block in holders for phase in phases)
+    code = "; ".join(sorted({code_of(layer) for layer in recurrent}))
+    launches = format_count(round(config.optim.accumulation * in_a_pack))
+    return (
+        f"{len(recurrent)} recurrent layers run {code}. Their blocks launch {launches} operators a step for packs of "
+        "one segment",
     )
 
 
