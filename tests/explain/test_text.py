@@ -162,7 +162,7 @@ def test_what_to_do_first_stands_below_the_waterfall(tmp_path):
             "throttled-clocks: up to 30.0 % of the time, MFU 30.0 % -> 42.9 %\n"
             "The device's clock was 50.0 % below its highest at the end of the profile.\n"
             "Likely cause: the device is at its power limit or too hot, or its clocks are set low.\n"
-            "Try: nvidia-smi"
+            "Try: ask nvidia-smi"
         )
     )
     marked = as_text(explained, markdown=True)

@@ -18,7 +18,8 @@ from headway.data import Batch
 from headway.data.feed import FeedReport
 from headway.data.pool import leave_if_imported_again
 from headway.errors import RunCompleteError, errors_in
-from headway.explain.findings.series import FALLING, FALLING_CAUSE, FALLING_HINT
+from headway.explain.findings.rule import sentences
+from headway.explain.findings.series import FALLING
 from headway.explain.records import find_in_records
 from headway.log.run_files import METRICS, RESUMES, SAMPLES, SUMMARY, write_json
 from headway.log.working import working
@@ -325,7 +326,8 @@ class RunWarnings:
             if finding.share >= LEAST and finding.id not in _NOT_TOLD:
                 self._warn(finding.id, f"{finding.seen} Likely: {finding.cause} Try: {finding.next}")
         if fall := self._fall(list(islice(reversed(self._records), _EVERY))):
-            self._warn(FALLING, f"{fall} Likely: {FALLING_CAUSE} Try: {FALLING_HINT}")
+            words = sentences(FALLING)
+            self._warn(FALLING, f"{fall} Likely: {words['why']} Try: {words['next']}")
 
     def _warn(self, cause: str, text: str) -> None:
         if cause not in self._warned:

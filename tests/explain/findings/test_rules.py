@@ -1,4 +1,5 @@
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from headway.config.tree import walk
 from headway.explain.explanation import MOST, StepWaterfall, WaterfallLine
 from headway.explain.findings import rules
 from headway.explain.findings.evidence import RunEvidence, RunStep, StepEvidence
-from headway.explain.findings.rule import Observation, Rule, RuleObserver, TimeOf
+from headway.explain.findings.rule import Observation, Rule, RuleObserver, TimeOf, observe, sentences
 from headway.explain.findings.rules import RULES, find
 from headway.explain.records import explain_records
 from headway.explain.trace import read_trace
@@ -192,9 +193,38 @@ def test_one_full_collection_of_a_foreign_run_is_no_rule(path):
     assert (found.id, found.when) == ("garbage-collection", "once, 541 ms at step 14")
 
 
-def test_a_loss_is_no_more_than_the_time_of_which_it_is_lost():
-    (found,) = find(run=RunEvidence([RunStep(n, SECOND, imbalance=7.0) for n in range(3)]))
-    assert (found.id, found.ns, found.share) == ("heavy-pack", SECOND, 1.0)
+def test_a_rule_that_adds_up_too_much_is_seen_in_its_share(monkeypatch):
+    """A share that was cut to 100 % would hide a rule's mistake from the laws on shares."""
+
+    def look(evidence):
+        return observe(evidence, "chore/checkpoint", 3 * evidence.duration_ns, steps=evidence.duration_ns)
+
+    monkeypatch.setattr(rules, "RULES", (Rule("made-up", in_records=RuleObserver(look, 0.1)),))
+    (found,) = find(run=RUN)
+    assert (found.share, RUN.share(3 * RUN.duration_ns)) == (pytest.approx(3), "300.0 %")
+
+
+OBSERVED = [
+    (path.name, name)
+    for path in sorted(Path(rules.__file__).parent.glob("*.py"))
+    for name in re.findall(r'observe\(\s*\w+,\s*f?"([a-z/ -]+)', path.read_text("utf-8"))
+]
+TABLE = tomllib.loads(Path(rules.__file__).with_name("sentences.toml").read_text("utf-8"))
+
+
+def test_every_sentence_has_a_verb_stop_and_a_rule_that_says_it():
+    """Sentences are data: names that rules observe, each with what was seen, why and what to do, one sentence each."""
+    assert len(OBSERVED) > 70
+    observed = {name.partition("/")[0] for _, name in OBSERVED} | {rule.name for rule in RULES}
+    assert {name.partition("/")[0] for name in TABLE} <= observed
+    for name in TABLE:
+        words = sentences(name)
+        assert words.keys() >= {"seen", "why", "next"}, name
+        assert set(words) <= {"seen", "seen_in_records", "why", "next", "setting", "once"}, name
+        for key in ("seen", "seen_in_records", "why", "next"):
+            text = words.get(key, ".")
+            assert text.endswith((".", "}")), (name, key)
+            assert not text[:1].isupper() or re.match(r"Python |MFU ", text), (name, key)
 
 
 def test_settings_of_headway_train_are_advised_to_those_who_use_it(tmp_path):
@@ -211,6 +241,7 @@ def test_settings_that_are_named_exist():
     there = {setting.name for setting in walk(TrainConfig)}
     sections = "|".join(sorted({name.partition(".")[0] for name in there}))
     files = [path for path in Path(rules.__file__).parent.glob("*.py") if path.name != "rules.py"]  # it names functions
+    files.append(Path(rules.__file__).with_name("sentences.toml"))
     words = Path(meter_pauses.__file__).with_name("purposes.toml")
     texts = [path.read_text(encoding="utf-8") for path in (*files, words)]
     named = {name for text in texts for name in re.findall(rf"\b(?:{sections})\.(?:[a-zN]\w*\.)*[a-z]\w*", text)}

@@ -14,7 +14,7 @@ from headway.explain.budget import NeededWork
 from headway.explain.events import NONE, Kind
 from headway.explain.explanation import StepWaterfall
 from headway.explain.findings.evidence import EventTime, RunEvidence, StepEvidence, as_number
-from headway.explain.findings.rule import FindingPlace, Observation, Rule, RuleObserver
+from headway.explain.findings.rule import FindingPlace, Observation, Rule, RuleObserver, observe
 from headway.explain.measurement import MATMUL
 from headway.report import format_share
 
@@ -66,19 +66,9 @@ def misaligned_gemms(evidence: StepEvidence) -> Observation | None:
     if not sides:
         return None
     (((side, is_length), _),) = sides.most_common(1)
-    what, advice = (
-        ("a sequence length or a number of patches", "pad lengths to a multiple of 8 or 64, or leave out the odd token")
-        if is_length
-        else ("a vocabulary or a width", "pad that side (model.resize_token_embeddings(pad_to_multiple_of=64))")
-    )
-    return Observation(
-        ns,
-        f"matrix products with a side of {side:,}, which is no multiple of {_ALIGNED}, took "
-        f"{evidence.share(round(ns / _UNALIGNED_LOSS))} of the time.",
-        f"{what} that is no multiple of 8 keeps tensor cores from reading whole lines.",
-        f"{advice}: {math.ceil(side / 64) * 64:,} in place of {side:,}.",
-        setting="data.bucket_tokens: 64" if is_length else "",
-    )
+    kind, padded = "/length" * is_length, math.ceil(side / 64) * 64
+    all_ns = round(ns / _UNALIGNED_LOSS)
+    return observe(evidence, f"misaligned-gemms{kind}", ns, side=side, padded=padded, all=all_ns)
 
 
 def unfused_chains(evidence: StepEvidence) -> Observation | None:
@@ -108,14 +98,7 @@ def unfused_chains(evidence: StepEvidence) -> Observation | None:
         for step, events in zip(evidence.measured_steps, evidence.spent_by_step, strict=True)
     ]
     ns = median(shares) * evidence.duration_ns
-    return Observation(
-        round(ns),
-        f"{len(lengths)} modules without matrix products, such as norms and activations, are chains of {_CHAIN} or "
-        f"more memory-bound kernels; one kernel each would save {evidence.share(round(ns))} of the time.",
-        "norms, activations or rotary embeddings are written out in PyTorch, so each operator reads and writes all.",
-        "torch.compile, or modules that are one kernel: torch.nn.RMSNorm, those of Liger.",
-        setting="speed.compile: true, or speed.kernels: liger",
-    )
+    return observe(evidence, "unfused-chains", round(ns), number=len(lengths))
 
 
 def _num_kernels(events: Sequence[EventTime], *, is_cpu: bool) -> int:
@@ -155,20 +138,13 @@ def slow_attention(evidence: StepEvidence) -> Observation | None:
     capability = _capability(evidence)
     if memory and capability >= (8, 0):
         ns = sum(event.ns for event in memory)
-        return Observation(
-            ns // 2,
-            f"attention ran by the memory-efficient kernel, for {evidence.share(ns)} of the time.",
-            "a mask given as a tensor, or a head size, that FlashAttention does not take; FlashAttention-2 is about "
-            "twice as fast (arXiv 2307.08691).",
-            "FlashAttention where masks allow it: attn_implementation in a model of transformers.",
-            setting="speed.attention: auto, whose masks are segments",
-        )
+        return observe(evidence, "slow-attention/efficient", ns // 2, all=ns)
     return _flash_attention_2(evidence, capability[0]) if capability[0] in _FASTER_THAN_FLASH_2 else None
 
 
 def _flash_attention_2(evidence: StepEvidence, major: int) -> Observation | None:
     """FlashAttention-2 on a device for which there are faster kernels."""
-    all_ns = short_ns = 0
+    all_ns = 0
     saved_ns = 0.0
     for step, events in zip(evidence.measured_steps, evidence.spent_by_step, strict=True):
         flash2 = [e for e in events if "flash_attention" in e.operator and _FLASH_2.search(e.name)]
@@ -178,20 +154,12 @@ def _flash_attention_2(evidence: StepEvidence, major: int) -> Observation | None
             speedup = float(np.interp(math.inf if keys is None else keys, *_CUDNN_SPEEDUPS))
             all_ns += event.ns
             saved_ns += event.ns * (1 - 1 / speedup)
-            short_ns += event.ns if speedup < 1 else 0
     if saved_ns <= 0:
         return None
     device, advice, setting = _FASTER_THAN_FLASH_2[major]
-    short = f", {evidence.share(short_ns)} where a query sees few keys and cuDNN's is slower" if short_ns else ""
     (fewest, *_, most), (slowest, *_, fastest) = _CUDNN_SPEEDUPS
-    return Observation(
-        saved_ns,
-        f"attention ran by FlashAttention-2 on a {device} device, for {evidence.share(all_ns)} of the time{short}.",
-        f"the device has faster kernels: cuDNN's, measured on an H200, are {fastest} times as fast, forward and "
-        f"backward, where a query sees {most:,} keys or more on average, and {slowest} times where it sees {fewest}.",
-        advice,
-        setting=setting,
-    )
+    values = {"fewest": fewest, "most": most, "slowest": slowest, "fastest": fastest, "all": all_ns}
+    return observe(evidence, "slow-attention", saved_ns, device=device, advice=advice, setting=setting, **values)
 
 
 def _attention_of(step: StepWaterfall) -> StepAttention | None:
@@ -241,14 +209,15 @@ def recomputation(evidence: StepEvidence) -> Observation | None:
     needed_ns = evidence.ns("recomputation")
     # The table's line is what its products need; what they take beyond it is in the lines `slow`.
     of_products = f", {evidence.share(needed_ns)} if its products reached the ceiling" if 0 < needed_ns < ns else ""
-    return Observation(
+    return observe(
+        evidence,
+        "recomputation",
         ns,
-        f"recomputation ({how}) took {evidence.share(ns)} of the time{of_products}, and {free / 2**30:,.1f} of "
-        f"{total / 2**30:,.1f} GiB were free at the peak.",
-        "more blocks are recomputed than memory asks for.",
-        "checkpoint fewer blocks, or none (gradient_checkpointing_disable()); larger batches use the memory as well.",
-        setting=f"speed.recompute: memory:{max(1, int(0.8 * free / 2**30))}GiB, which recomputes only as much as it "
-        "must, or full,-attention",
+        how=how,
+        of_products=of_products,
+        free=free / 2**30,
+        total=total / 2**30,
+        keep=max(1, int(0.8 * free / 2**30)),
     )
 
 
@@ -259,14 +228,7 @@ def padding(evidence: StepEvidence) -> Observation | None:
         return None
     empty = 1 - tokens / slots
     ns = round(empty * (evidence.matmul_ns + evidence.ns("memory")))
-    return Observation(
-        ns,
-        f"{format_share(empty)} of the slots were padding, on which layers spend as much as on tokens: about "
-        f"{evidence.share(ns)} of the time.",
-        "samples are padded to the longest of a batch, or packs to a large bucket.",
-        "pack samples end to end (DataCollatorWithFlattening, TRL's packing=True), or batch samples of like lengths.",
-        setting="data.strategy: balanced with data.tokens_per_pack; a smaller data.bucket_tokens, or null",
-    )
+    return observe(evidence, "padding", ns, empty=empty)
 
 
 def _component_ns(evidence: StepEvidence, begins: str) -> int:
@@ -288,14 +250,7 @@ def vision_tower(evidence: StepEvidence) -> Observation | None:
     if ns <= 0 or not flops["backward"]:
         return None
     saved = round(ns * flops["backward"] / flops.total())
-    return Observation(
-        saved,
-        f"matrix products of the vision tower took {evidence.share(ns)} of the time, {evidence.share(saved)} in its "
-        "backward.",
-        "images are many or large, and the tower learns with the rest.",
-        "freeze the tower, if it need not learn; or smaller images (the processor's size).",
-        setting="model.freeze: [vision]",
-    )
+    return observe(evidence, "vision-tower", saved, all=ns)
 
 
 def uneven_experts(evidence: StepEvidence) -> Observation | None:
@@ -307,14 +262,7 @@ def uneven_experts(evidence: StepEvidence) -> Observation | None:
         return None
     ratio = sum(ratios) / len(ratios)
     ns = round(_component_ns(evidence, "language.experts") * (1 - 1 / max(1.0, ratio)))
-    return Observation(
-        ns,
-        f"the busiest expert of a layer had {ratio:.1f} times the mean of its experts; waiting for it costs up to "
-        f"{evidence.share(ns)} of the time.",
-        "the router prefers some experts, so others and their devices idle.",
-        "experts over fewer devices, so that each holds more of them and their work evens out.",
-        setting="a smaller parallel.expert",
-    )
+    return observe(evidence, "uneven-experts", ns, ratio=ratio)
 
 
 def throttled_clocks(evidence: StepEvidence) -> Observation | None:
@@ -328,13 +276,7 @@ def throttled_clocks(evidence: StepEvidence) -> Observation | None:
     if not slower:
         return None
     ns = round(slower * evidence.matmul_ns)
-    return Observation(
-        ns,
-        f"the device's clock was {format_share(slower)} below its highest at the end of the profile.",
-        "the device is at its power limit or too hot, or its clocks are set low.",
-        "nvidia-smi -q -d PERFORMANCE,CLOCK for the reason; a higher power limit, better cooling, or less of both "
-        "where the limit is meant: then MFU is to be read against the lower clock.",
-    )
+    return observe(evidence, "throttled-clocks", ns, slower=slower)
 
 
 def recorded_clocks(evidence: RunEvidence) -> Observation | None:
@@ -345,15 +287,8 @@ def recorded_clocks(evidence: RunEvidence) -> Observation | None:
     slower = 1 - median(step.clock or 1.0 for step in sampled)
     ns = round(slower * sum(step.duration_ns - step.waited_ns for step in evidence.steps))
     reasons = [name for name, _ in Counter(limit for step in sampled for limit in step.limits).most_common()]
-    by_reasons = f", held by {' and '.join(reasons)}" if reasons else ""
-    return Observation(
-        ns,
-        f"the device's clock was {format_share(slower)} below its highest in {len(sampled)} samples beside the steps"
-        f"{by_reasons}.",
-        "the device is at its power limit or too hot, or its clocks are set low.",
-        "nvidia-smi -q -d PERFORMANCE,CLOCK for the reason; a higher power limit, better cooling, or less of both "
-        "where the limit is meant: then MFU is to be read against the lower clock.",
-    )
+    limits = f", held by {' and '.join(reasons)}" if reasons else ""
+    return observe(evidence, "throttled-clocks", ns, slower=slower, number=len(sampled), reasons=limits)
 
 
 def recorded_padding(evidence: RunEvidence) -> Observation | None:
@@ -362,14 +297,7 @@ def recorded_padding(evidence: RunEvidence) -> Observation | None:
     if not ns:
         return None
     empty = sum(step.empty_share * step.duration_ns for step in evidence.steps) / evidence.duration_ns
-    return Observation(
-        ns,
-        f"{format_share(empty)} of the slots were padding, on which layers spend as much as on tokens: up to "
-        f"{evidence.share(ns)} of the time.",
-        "samples are padded to the longest of a batch or to a fixed length, or packs to a large bucket.",
-        "samples laid end to end (in headway train data.strategy: balanced with data.tokens_per_pack, and a smaller "
-        "data.bucket_tokens or null); elsewhere batches of like lengths, padded to their own longest.",
-    )
+    return observe(evidence, "padding", ns, empty=empty)
 
 
 def recorded_recomputation(evidence: RunEvidence) -> Observation | None:
@@ -379,13 +307,7 @@ def recorded_recomputation(evidence: RunEvidence) -> Observation | None:
     if not ns or memory > 0.75:  # less may be what a larger batch or the heap needs
         return None
     free = f", and {format_share(1 - memory)} of the device's memory were free at the peak" if memory else ""
-    return Observation(
-        ns,
-        f"activations are recomputed in backward: up to {evidence.share(ns)} of the time{free}.",
-        "more blocks are recomputed than memory asks for.",
-        "no activation checkpointing, or of fewer blocks (in headway train speed.recompute: none, or memory:NGiB, "
-        "which recomputes only as much as it must).",
-    )
+    return observe(evidence, "recomputation", ns, of_products=free, keep="N")
 
 
 _KERNELS = ("memory", "slow", "matmul", "optimizer")

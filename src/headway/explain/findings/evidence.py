@@ -122,10 +122,9 @@ class Evidence(ABC, Generic[Step]):
     def share(self, ns: float, total_ns: int | None = None) -> str:
         """A part of a time as a share of it, for people: of the steps' own time, or of another time that holds it [ns].
 
-        Every share of time that a finding tells is made here: whatever a rule adds up, it is at most all of the time.
+        Every share of time that a finding tells is made here. One of over 100 % is a rule that adds up too much.
         """
-        whole_ns = self.duration_ns if total_ns is None else total_ns
-        return format_share(min(max(ns, 0.0) / whole_ns, 1.0))
+        return format_share(ns / (self.duration_ns if total_ns is None else total_ns))
 
     @abstractmethod
     def of_a_step(self, ns: int) -> int:
@@ -260,7 +259,8 @@ class StepEvidence(Evidence[StepWaterfall]):
             moments = self.host_fact("core_wait_ns", step.rank) or {}
             begin, end = moments.get(str(step.step)), moments.get(str(step.step + 1))
             if begin is not None and end is not None:
-                waited_ns.append(max(0, int(end) - int(begin)))
+                # The system counts a wait when it is over, so that a part of it may lie before the step.
+                waited_ns.append(min(max(0, int(end) - int(begin)), step.duration_ns))
         return round(sum(waited_ns) / len(waited_ns) * self.num_steps) if waited_ns else 0
 
     def of_a_step(self, ns: int) -> int:
@@ -465,7 +465,7 @@ class RunEvidence(Evidence[RunStep]):
     @property
     def core_wait_ns(self) -> int:
         """Time in which the first rank's loop waited for a core, in all steps [ns]."""
-        return sum(step.core_wait_ns for step in self.steps)
+        return sum(min(step.core_wait_ns, step.duration_ns) for step in self.steps)
 
     @property
     def num_first(self) -> int:

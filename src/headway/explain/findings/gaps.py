@@ -13,7 +13,7 @@ import numpy as np
 from headway.explain.events import NONE, Column, Kind
 from headway.explain.findings import rollout
 from headway.explain.findings.evidence import RunEvidence, StepEvidence
-from headway.explain.findings.rule import Observation
+from headway.explain.findings.rule import Observation, observe
 from headway.explain.measurement import MeasuredStep, MeasuredTrace
 from headway.meter.pauses import COLLECTION, PURPOSES, Purpose
 
@@ -122,8 +122,8 @@ class StepPauses:
             end_ns = window.end_ns if event == NONE else min(int(events.start_ns[event]), window.end_ns)
             collected_ns = min(ns, overlap(self.collections, end_ns - ns, end_ns))
             preempted_ns = self.preempted_ns(end_ns - ns, end_ns)
-            # A gap that was nearly all another process's is not long: the counts are too coarse for the rest of it.
-            is_long = ns - collected_ns - preempted_ns >= max(self.long_ns, preempted_ns // 4)
+            # The loop's thread was off its core: what is left of a gap is the loop's own only if it outweighs the wait.
+            is_long = ns - collected_ns - preempted_ns >= max(self.long_ns, preempted_ns)
             own_ns = max(0, min(ns - collected_ns - preempted_ns, ns - self._not_own_ns.get(event, 0)))
             if preempted_ns and not is_long and self._comes_again(event):
                 is_long, own_ns = True, max(own_ns, ns - collected_ns - self._not_own_ns.get(event, 0))
@@ -281,13 +281,10 @@ def recorded_pause(evidence: RunEvidence, purpose: str) -> Observation | None:
         for gap, code, _, spent_ns in step.places:
             codes[code] += spent_ns if gap in gaps else 0
     where = " and ".join(_BETWEEN[gap] for gap in gaps)
-    message = f"the loop spent {evidence.share(ns)} of the time {where}"
     if codes and (top := codes.most_common(1)[0])[1]:
-        message += f", mostly in {top[0]}"
-    words = PURPOSES[purpose].in_records
+        where += f", mostly in {top[0]}"
     by_step = {step.step: sum(step.phases_ns.get(gap, 0) for gap in gaps) for step in evidence.steps}
-    once = f"the loop spent {{}} {message.partition(' of the time ')[2]}"
-    return Observation(ns, f"{message}.", words["cause"], words["advice"], by_step=by_step, once=once)
+    return observe(evidence, "gap", ns, by_step=by_step, where=where, **PURPOSES[purpose].in_records)
 
 
 def _long_gaps(evidence: RunEvidence) -> dict[str, int]:

@@ -9,93 +9,34 @@ from statistics import median
 from headway.explain.findings import loops, patterns
 from headway.explain.findings.evidence import SHARED, RunEvidence, StepEvidence, as_number
 from headway.explain.findings.gaps import collected_ns, is_allocation, pauses_of
-from headway.explain.findings.rule import FindingPlace, Observation, Rule, RuleObserver, TimeOf
+from headway.explain.findings.rule import FindingPlace, Observation, Rule, RuleObserver, TimeOf, observe
 from headway.explain.trace_facts import rate_of_hardware
 from headway.meter.slow_code import slow_code_table
-from headway.report import format_share, format_traffic
+from headway.report import format_traffic
 
-_UNKNOWN = ""
-_DATA_ADVICE = {  # slow part: its name, the reason, advice for any loop, advice for `headway train`
-    "read": ("reading rows and media from storage", "storage is slow or far away, and every sample is read when it is "
-             "needed.", "a copy of the data on a local disk; more workers, which read side by side.",
-             "more data.workers, a larger data.prefetch_bytes"),
-    "decode": ("decoding images, videos and sounds", "media are large, or stored in a way that is slow to decode.",
-               "media that are stored at the size at which the model reads them; more workers.", "more data.workers"),
-    "tokenise": ("tokenising", "long texts or templates are tokenised anew in every epoch.",
-                 "documents that are tokenised once; more workers.",
-                 "data.train.N.format: tokens; more data.workers"),
-    _UNKNOWN: ("the loader", "batches take longer to make than to train on.",
-               "more workers and batches ahead: in a DataLoader num_workers and prefetch_factor.",
-               "more data.workers and a larger data.prefetch_bytes"),
-}  # fmt: skip
 _READS = ("aten::item", "aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero", "aten::equal", "tolist")
-_WHY_WAITED = {
-    True: "a number is read back from the device within the step: .item(), .tolist(), print or an if.",
-    False: "the host waits for the device within the step; what for, the call does not tell: a barrier, a "
-    "synchronisation for timing, or a library's own.",
-}
 _COPIES = ("aten::copy_", "aten::_to_copy", "aten::to ", "cudaMemcpy", "hipMemcpy", "cuMemcpy")
 _SMALL_COPY = 2**16  # bytes below which a copy takes the microseconds of its start, whatever the link
 _LINK_SHARE = 0.4  # share of a link's printed rate that copies of pinned memory exceed: they reach 0.75 to 0.9 of it
-_COPY_ADVICE = {  # kind of copies: likely cause, advice for any loop, setting of `headway train`
-    "Pageable": (
-        "the host's memory is pageable, so the driver reads it through a buffer of its own and the host waits.",
-        "pin_memory=True in the DataLoader, and .to(device, non_blocking=True) ahead of the step.",
-        "",
-    ),
-    "Pinned": (
-        "the memory is pinned already and the link is busy: more bytes are moved than it carries beside the work, as "
-        "of weights or optimizer states that are kept on the host.",
-        "less offloading: keep on the device what fits (8-bit states, a smaller batch), or copy ahead, on a stream of "
-        "its own.",
-        "parallel.offload: false, which keeps the weights on the device",
-    ),
-    "slow": (
-        "the memory is pinned already, and the link runs far below its rate: other devices share it, it has fewer "
-        "lanes, or the memory is of another socket.",
-        "nvidia-smi topo -m and nvidia-smi -q (link width); a process bound to its device's socket (numactl).",
-        "",
-    ),
-    "small": (
-        "many small copies: each takes the microseconds of its start, and none fills the link.",
-        "one copy of a joined tensor in place of many, and numbers that are made on the device.",
-        "",
-    ),
-    "within": (
-        "tensors are copied on the device itself: clones, .contiguous(), concatenations, buffers of gathers.",
-        "write into the place where the tensor is needed (out=, views), and no clone of what is not changed.",
-        "",
-    ),
-    "": (
-        "copies are not hidden behind work: .to(device) or .cpu() without non_blocking=True, or right before the "
-        "batch is used, or from memory that is not pinned.",
-        "pinned memory and copies ahead of the step: pin_memory=True and .to(device, non_blocking=True).",
-        "parallel.offload: false, which keeps the weights on the device; batches are copied ahead by itself",
-    ),
-}
 _MANY = 16  # short gaps a step, from which they are the launches' and not the step's begin and end
 _TINY_NS = 30_000  # duration of an operator on a CPU up to which larger batches take no longer
 _CALL_NS = 5_000  # duration of an empty call on a CPU: PyTorch's dispatch, autograd's node, memory for the result
 _LOOP_SHARE = 0.05  # part of the steps from which a loop over tensors is the finding instead
 
 
-def data_wait(evidence: StepEvidence, part: str) -> Observation | None:
+def data_wait(evidence: StepEvidence, name: str, part: str) -> Observation | None:
     """Waiting for data, and the part of making data that takes longest; "" where nobody took down what workers did."""
     spent_s = _making_s(evidence)
     all_s = sum(spent_s.values())
-    dearest = max(sorted(spent_s), key=spent_s.__getitem__) if all_s else _UNKNOWN
-    if dearest != part:
+    if (max(sorted(spent_s), key=spent_s.__getitem__) if all_s else "") != part:
         return None
-    ns = evidence.ns("idle.data")
-    what, cause, advice, setting = _DATA_ADVICE[part]
+    share = spent_s[part] / all_s if all_s else 0.0
+    ns, seconds = evidence.ns("idle.data"), all_s / evidence.num_steps
+    observation = observe(evidence, name, ns, part=share, seconds=seconds)
     for row in slow_code_table():  # samples that the loop's own process makes
-        if part == _UNKNOWN and row.num_workers is not None and row.is_among(evidence.names):
-            cause, advice = row.cause, row.remedy
-    message = f"the step waited for data {evidence.share(ns)} of the time"
-    if all_s:
-        message += f"; of {all_s / evidence.num_steps:.2f} s that workers spent on a step's packs, "
-        message += f"{format_share(spent_s[part] / all_s)} was {what}"
-    return Observation(ns, f"{message}.", cause, advice, setting)
+        if not part and row.num_workers is not None and row.is_among(evidence.names):
+            observation = observation._replace(cause=row.cause, next=row.remedy)
+    return observation
 
 
 def _making_s(evidence: StepEvidence) -> dict[str, float]:
@@ -117,47 +58,24 @@ def synchronisation(evidence: StepEvidence) -> Observation | None:
     }
     if not waits:
         return None
-    ns, dearest = sum(waits.values()), max(sorted(waits), key=waits.__getitem__)
-    return Observation(
-        ns,
-        f"the device idled for {evidence.share(ns)} of the time after the host had waited for it, mostly in {dearest}.",
-        _WHY_WAITED[_is_read(dearest)],
-        loops.READ_LATE_HINT,
-        setting=loops.READ_LATE_SETTING,
-    )
-
-
-def _is_read(call: str) -> bool:
-    return any(name in call for name in _READS)
+    call = max(sorted(waits), key=waits.__getitem__)
+    is_read = any(name in call for name in _READS)
+    return observe(evidence, f"synchronisation{'/read' * is_read}", sum(waits.values()), call=call)
 
 
 def blocking_copies(evidence: StepEvidence) -> Observation | None:
     """Copies while nothing computes, and time after the host has waited for one; their own fields tell why."""
     waits = Counter({call: ns for call, ns in evidence.parts("idle.sync").items() if call.startswith(_COPIES)})
     ns = evidence.ns("copies") + waits.total()
-    message = f"only copies ran, or the host waited for one, for {evidence.share(ns)} of the time"
     has_waited = 2 * waits.total() > ns
-    if has_waited:
-        message += f", mostly in {waits.most_common(1)[0][0]}"
+    call = waits.most_common(1)[0][0] if has_waited else ""
     # The host waits for copies of pageable memory, whatever else is copied.
     kinds = _copied(evidence)
     copied = max(kinds, key=lambda kind: (has_waited and kind.memory == "Pageable", kind.ns), default=None)
     if copied is None or (has_waited and copied.memory != "Pageable"):
-        return Observation(ns, f"{message}.", *_COPY_ADVICE[""])
-    message += f": {copied.name}, {copied.count / evidence.num_steps:,.0f} a step"
-    kind = "within" if copied.is_within_devices else copied.memory
-    if copied.num_bytes:
-        message += f" of {format_traffic(copied.size)}"
-        if copied.size >= _SMALL_COPY:
-            message += f" at {copied.bytes_per_s / 1e9:,.3g} GB/s"
-    if kind == "Pinned" and copied.num_bytes:
-        link = copied.link_bytes_per_s
-        if copied.size < _SMALL_COPY:
-            kind = "small"
-        elif link is not None:
-            message += f", of the {link / 1e9:,.0f} GB/s of the link to the host"
-            kind = "slow" if copied.bytes_per_s < _LINK_SHARE * link else kind
-    return Observation(ns, f"{message}.", *_COPY_ADVICE[kind])
+        return observe(evidence, "blocking-copy", ns, copies=call or "no copy of a known kind")
+    copies = f"{call}: {copied.text(evidence.num_steps)}" if call else copied.text(evidence.num_steps)
+    return observe(evidence, f"blocking-copy{'/' * bool(copied.kind)}{copied.kind}", ns, copies=copies)
 
 
 @dataclass(slots=True)
@@ -177,17 +95,28 @@ class _Copies:
         return next((kind for kind in ("Pageable", "Pinned") if kind in self.name), "")
 
     @property
-    def is_within_devices(self) -> bool:
-        return "DtoD" in self.name or "PtoP" in self.name
-
-    @property
-    def size(self) -> float:
-        """Bytes of one copy."""
-        return self.num_bytes / self.count
-
-    @property
     def bytes_per_s(self) -> float:
         return self.num_bytes * 1e9 / max(1, self.lasting_ns)
+
+    @property
+    def kind(self) -> str:
+        """Kind of the copies, by their own fields, as `sentences.toml` has it."""
+        if "DtoD" in self.name or "PtoP" in self.name:
+            return "within"
+        if self.memory != "Pinned" or not self.num_bytes:
+            return self.memory
+        if self.num_bytes < _SMALL_COPY * self.count:
+            return "small"
+        link = self.link_bytes_per_s
+        return "Pinned" if link is None or self.bytes_per_s >= _LINK_SHARE * link else "slow"
+
+    def text(self, num_steps: int) -> str:
+        """Name, number, size and rate of the copies of a step."""
+        size = f" of {format_traffic(self.num_bytes / self.count)}" if self.num_bytes else ""
+        # Small ones take the time of their start, which is no rate.
+        rate = f" at {self.bytes_per_s / 1e9:,.3g} GB/s" if self.num_bytes >= _SMALL_COPY * self.count else ""
+        link = f" of the link's {self.link_bytes_per_s / 1e9:,.0f}" if rate and self.link_bytes_per_s else ""
+        return f"{self.name}, {self.count / num_steps:,.0f} a step{size}{rate}{link}"
 
 
 def _copied(evidence: StepEvidence) -> list[_Copies]:
@@ -225,14 +154,7 @@ def launch_bound(evidence: StepEvidence) -> Observation | None:
     overheads_s = [as_number(evidence.fact("profiler_overhead_s", step.rank)) for step in evidence.steps]
     profiler_ns = sum(max(0, round(overhead_s * 1e9)) for overhead_s in overheads_s if overhead_s is not None)
     ns = max(0, short_ns - profiler_ns)
-    return Observation(
-        ns,
-        f"nothing ran for {evidence.share(ns)} of the time in {number / evidence.num_steps:,.0f} gaps a step of "
-        f"{short_ns / number / 1e3:,.0f} us on average, since the next kernel had not been launched yet.",
-        "each step is many small operators, which Python takes longer to launch than they take to run.",
-        "larger batches and torch.compile (or CUDA graphs): fewer and larger launches.",
-        setting="larger packs (data.tokens_per_pack) and speed.compile: true",
-    )
+    return observe(evidence, "launch-bound", ns, number=number, gap=short_ns / number / 1e3)
 
 
 def _call_bound(evidence: StepEvidence, short_ns: int) -> Observation | None:
@@ -257,14 +179,7 @@ def _call_bound(evidence: StepEvidence, short_ns: int) -> Observation | None:
     others_ns = sum(evidence.ns(key) for key in ("aside", "communication", "idle.data", "idle.sync"))
     ns = max(0, own_ns - large_ns - pauses_ns - others_ns)
     usual_ns = median(event.ns for event in operators)
-    return Observation(
-        ns,
-        f"{len(operators) / evidence.num_steps:,.0f} operators a step take {usual_ns / 1e3:,.1f} us each (median), and "
-        f"Python between them {evidence.share(short_ns)} of the time: calls, not work, take {evidence.share(ns)}.",
-        "a step has little work for its number of operators: few tokens, or a small model.",
-        "larger batches, and torch.compile, which makes one operator of many.",
-        setting="larger packs (data.tokens_per_pack) and speed.compile: true",
-    )
+    return observe(evidence, "launch-bound/calls", ns, number=len(operators), usual=usual_ns / 1e3)
 
 
 def _loops(evidence: StepEvidence) -> tuple[Observation | None, ...]:
@@ -284,21 +199,12 @@ def contended(evidence: StepEvidence) -> Observation | None:
         return None
     if not evidence.is_cpu:  # a device works on meanwhile, as long as work was launched ahead
         ns = min(ns, evidence.ns("idle.launch"))
-    return _contended(ns, evidence.share(ns, evidence.full_ns))
+    return observe(evidence, "shared-cores", ns, waited=evidence.share(ns, evidence.full_ns))
 
 
 def recorded_contention(evidence: RunEvidence) -> Observation:
     """Time in which the loop's thread waited for a core that other threads had."""
-    return _contended(evidence.core_wait_ns, evidence.share(evidence.core_wait_ns))
-
-
-def _contended(ns: int, share: str) -> Observation:
-    return Observation(
-        ns,
-        f"the loop's thread waited for a core {share} of the time, as the system counts it.",
-        "more threads and processes compute than there are cores: data workers, other ranks, other jobs.",
-        "fewer threads (OMP_NUM_THREADS) and workers, cores of its own for each rank, or a machine of its own.",
-    )
+    return observe(evidence, "shared-cores", ns := evidence.core_wait_ns, waited=evidence.share(ns))
 
 
 def host_bound(evidence: RunEvidence) -> Observation | None:
@@ -313,25 +219,18 @@ def host_bound(evidence: RunEvidence) -> Observation | None:
     launching_ns = sum(step.phases_ns.get(phase, 0) for step in led for phase in ("forward", "backward", "optimizer"))
     share = launching_ns / led_ns
     ns = share * evidence.duration_ns - (evidence.useful_ns or 0.0)
-    return Observation(
-        ns,
-        f"the host was at most {format_share(lead)} of a step ahead of the device, and took {format_share(share)} of "
-        "the time for forward, backward and update: the device waits for its launches.",
-        "the steps are many small operators, which Python takes longer to launch than they take to run, or the host "
-        "waits for the device again and again.",
-        "larger batches or packs, torch.compile or CUDA graphs: fewer and larger launches; a profile tells which.",
-    )
+    return observe(evidence, "host-bound", ns, lead=lead, launching=share)
 
 
 RULES = (
     # A loader that keeps up is not waited for at all; 5 % is more than a batch that is late now and then.
     *(
-        Rule(name, RuleObserver(partial(data_wait, part=part), 0.05, TimeOf.DATA, lines=("idle.data",)))
+        Rule(name, RuleObserver(partial(data_wait, name=name, part=part), 0.05, TimeOf.DATA, lines=("idle.data",)))
         for name, part in (
             ("data-storage", "read"),
             ("data-decoding", "decode"),
             ("data-tokenising", "tokenise"),
-            ("data-bound", _UNKNOWN),
+            ("data-bound", ""),
         )
     ),
     # One read-back of a number per step costs a device some 1 %; a loop of them more.

@@ -11,24 +11,14 @@ from headway.explain.attribution import Chore, Phase
 from headway.explain.events import NONE, Operands
 from headway.explain.findings.evidence import EventTime, RunEvidence, StepEvidence, as_number
 from headway.explain.findings.gaps import Pause, StepPauses, pauses_of, purpose_of, recorded_pause, stacks_of
-from headway.explain.findings.rule import Observation, Rule, RuleObserver
+from headway.explain.findings.rule import Observation, Rule, RuleObserver, most_common, observe
 from headway.explain.measurement import MATMUL
-from headway.report import format_share, format_traffic
+from headway.report import format_traffic
 
 # A launch takes the host some 5 us, and an operator of PyTorch on a CPU as long, so a product that takes less at peak
 # costs its launch.
 _LAUNCH_S = 5e-6
 _PAUSE_NS = 5_000_000  # most of a gap before an operator that counts with it; a longer gap has a cause of its own
-_SMALL_ADVICE = {  # cause and advice of small products, by whether a loop runs them
-    True: (
-        "many small matrices are multiplied one after the other, as a loop over tokens, heads or experts does.",
-        "one batched product (torch.bmm, a linear layer on the whole batch) in place of the loop, or larger batches.",
-    ),
-    False: (
-        "the products themselves are small: the model is narrow, or few tokens are computed at once.",
-        "larger batches, or torch.compile with CUDA graphs, which launches them together.",
-    ),
-}
 _MANY_PRODUCTS = 16  # small products of one module in a step, from which they are a loop
 AT_ONCE = ("aten::_fused_", "aten::_foreach_")
 # A fused update is a few kernels for each group of parameters, with clipping some tens; a loop is about ten for each of
@@ -38,8 +28,6 @@ _MODEL_PRODUCTS = 8  # products a step from which what runs there is a model; ea
 _SEEN_NS = 200_000  # gap from which a look at the stack may have fallen into it
 _MANY_SIZES = 4  # parameters of a model have several
 _READ_BACK = "aten::item"
-READ_LATE_HINT = "keep numbers on the device until they are logged, and log every N steps."
-READ_LATE_SETTING = "run.log_every"
 # In a step; models read some lengths and grids of a batch.
 _MANY_READ_BACKS = 16
 _FEEDING = 6  # operators before a read that made its number: a square, a sum, a root and their calls
@@ -60,15 +48,14 @@ def small_gemms(evidence: StepEvidence) -> Observation | None:
         return None
     ns = total_ns(products)
     ((name, number),) = names.most_common(1)
-    modules = Counter(event.module for event in products if event.module)
-    where = f", most of them in {modules.most_common(1)[0][0]}" if modules else ""
-    return Observation(
+    return observe(
+        evidence,
+        f"small-gemms{'/loop' * _is_loop(evidence, small)}",
         ns,
-        f"{names.total() / evidence.num_steps:,.0f} matrix products a step, {format_share(number / names.total())} of "
-        f"them {name}{where}, take less than {_LAUNCH_S * 1e6:.0f} us at peak each; with what stands around them "
-        f"{evidence.share(ns)} of the time.",
-        *_SMALL_ADVICE[_is_loop(evidence, small)],
-        setting="larger packs (data.tokens_per_pack)",
+        number=names.total(),
+        part=number / names.total(),
+        operator=name,
+        module=most_common(Counter(event.module for event in products)),
     )
 
 
@@ -128,15 +115,7 @@ def parameter_loop(evidence: StepEvidence) -> Observation | None:
         return None
     ns = _loop_ns(evidence, events)
     names = ", ".join(name for name, _ in Counter(event.operator for event in events).most_common(3))
-    return Observation(
-        ns,
-        f"{len(events) / evidence.num_steps:,.0f} operators a step ({names}) run outside of the model, its backward "
-        f"and the optimizer, for {evidence.share(ns)} of the time.",
-        "the loop goes over tensors one by one, as for an average of the weights, clipping or statistics.",
-        "operators that take a list of tensors at once (torch._foreach_*, clip_grad_norm_, AveragedModel with a "
-        "multi_avg_fn), or do it every some steps.",
-        setting="optim.ema and optim.clip, which take all tensors at once",
-    )
+    return observe(evidence, "parameter-loop", ns, number=len(events), operators=names)
 
 
 def _parameter_loop(evidence: StepEvidence) -> list[EventTime]:
@@ -246,14 +225,7 @@ def read_backs(evidence: StepEvidence) -> Observation | None:
             makers.append(event)
             feeding -= 1
     ns = (_loop_ns(evidence, own) if own else 0) + total_ns(makers)
-    return Observation(
-        ns,
-        f"{len(reads) / evidence.num_steps:,.0f} numbers a step are read out of tensors, which with what makes them "
-        f"takes {evidence.share(ns)} of the time; on a device each would wait for all that was launched before.",
-        "the loop or a hook calls .item(), float() or bool() within the step, for one tensor after the other.",
-        f"{READ_LATE_HINT} Norms of all tensors at once: torch.nn.utils.get_total_norm, torch._foreach_norm.",
-        setting=READ_LATE_SETTING,
-    )
+    return observe(evidence, "read-back", ns, number=len(reads))
 
 
 _MOST_OF_IT = 0.6  # part of the optimizer's traffic from which one pass would save little
@@ -297,36 +269,18 @@ def unfused_optimizer(evidence: StepEvidence) -> Observation | None:
     if traffic is None or traffic.least > _MOST_OF_IT * traffic.moved:
         return None
     all_ns = sum(event.ns for event in events)
-    least = traffic.least / traffic.moved
     by_operator = Counter[str]()
     for event in events:
         by_operator[event.operator or event.name] += event.ns
     names = ", ".join(f"{name[:60]} ({evidence.share(ns)})" for name, ns in by_operator.most_common(4))
-    advice = (
-        "an optimizer that is one kernel on weights as they are held (Apex's FusedAdam with master weights; those of "
-        "bitsandbytes and torchao, also with moments in 8 bits)"
-        if traffic.is_in_bytes
-        else "AdamW(fused=True), SGD(fused=True), or another optimizer that is one kernel (Apex, bitsandbytes, torchao)"
-    )
-    # One pass would run at the rate that the operators reach: memory bounds both.
-    saved_ns = traffic.ns * (1 - least)
+    moved, least = traffic.moved, traffic.least
     if traffic.is_in_bytes:
-        moved, least_moved = (format_traffic(n / evidence.num_steps) for n in (traffic.moved, traffic.least))
-        what = f"read and wrote {moved} a step, where one pass over weights, gradients and moments moves {least_moved}"
+        texts = [format_traffic(n / evidence.num_steps) for n in (moved, least)]
     else:
-        what = (
-            f"read and wrote as much as {traffic.moved:.0f} tensors of each weight's size, where one pass over "
-            f"weights, gradients and moments moves {traffic.least:.0f}"
-        )
-    return Observation(
-        saved_ns,
-        f"the optimizer and what clips gradients took {evidence.share(all_ns)} of the time: they {what}, which takes "
-        f"{evidence.share(round(traffic.ns * least))} at the same rate.",
-        f"the update is not one kernel, so each operator goes over all of its tensors again: {names}.",
-        f"{advice}; more packs or batches for each update, which then share its time.",
-        setting="adamw with optim.state: auto or bfloat16, which on CUDA one kernel updates in one pass (a run says at "
-        "its start if not, and why); a larger optim.accumulation",
-    )
+        texts = [f"as much as {moved:.0f} tensors of each weight's size", f"{least:.0f}"]
+    words = {"moved": texts[0], "least": texts[1], "operators": names}
+    # One pass would run at the rate that the operators reach: memory bounds both.
+    return observe(evidence, "unfused-optimizer", traffic.ns * (1 - least / moved), all=all_ns, **words)
 
 
 def _bytes(events: list[EventTime]) -> _Traffic | None:
@@ -418,14 +372,8 @@ def optimizer_loop(evidence: StepEvidence) -> Observation | None:
     if not events:
         return None
     ns = total_ns(events)
-    return Observation(
-        ns * (1 - FUSED_PART),
-        f"the optimizer ran {len(events) / evidence.num_steps:,.0f} operators a step, one tensor after the other, for "
-        f"{evidence.share(ns)} of the time; fused it takes about {format_share(FUSED_PART)} of that.",
-        "the optimizer is not fused: each tensor's update is a dozen operators of its own.",
-        "AdamW(fused=True), or foreach=True.",
-        setting="optim.name: adamw, which is fused",
-    )
+    values = {"number": len(events), "all": ns, "fused": FUSED_PART}
+    return observe(evidence, "optimizer-loop", ns * (1 - FUSED_PART), **values)
 
 
 def recorded_optimizer_loop(evidence: RunEvidence) -> Observation | None:
@@ -437,22 +385,10 @@ def recorded_optimizer_loop(evidence: RunEvidence) -> Observation | None:
     if not loops or len(loops) < len(updates):
         return None
     ns = sum(step.phases_ns.get("optimizer", 0) for step in evidence.steps)
-    if "mode" not in loops[-1]:  # an optimizer that is none of torch's has neither option
-        return Observation(
-            ns * (1 - FUSED_PART),
-            f"the optimizer took {evidence.share(ns)} of the time: {loops[-1].get('name')}, which is neither fused nor "
-            f"in lists, updates {loops[-1].get('num_tensors')} tensors.",
-            "an update that goes through the tensors in Python, or one that computes much (Muon, Shampoo).",
-            "torch._foreach_* over all tensors at once, or an optimizer of torch with fused=True; a profile tells "
-            "which operators it runs.",
-        )
-    return Observation(
-        ns * (1 - FUSED_PART),
-        f"the optimizer took {evidence.share(ns)} of the time: {loops[-1].get('name')} updates "
-        f"{loops[-1].get('num_tensors')} tensors one by one; fused it takes about {format_share(FUSED_PART)} of that.",
-        "it is neither fused nor in lists (foreach), so that Python launches some ten operators for each tensor.",
-        "fused=True, or foreach=True where there is no fused kernel.",
-    )
+    # An optimizer that is none of torch's has neither option.
+    kind = "/other" * ("mode" not in loops[-1])
+    values = {"name": loops[-1].get("name"), "number": loops[-1].get("num_tensors"), "all": ns, "fused": FUSED_PART}
+    return observe(evidence, f"optimizer-loop{kind}", ns * (1 - FUSED_PART), **values)
 
 
 def loop_over_parameters(evidence: StepEvidence) -> list[EventTime]:

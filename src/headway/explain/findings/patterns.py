@@ -8,7 +8,7 @@ from headway.explain.attribution import Phase
 from headway.explain.breakdown import kind_of_module
 from headway.explain.events import NONE
 from headway.explain.findings.evidence import EventTime, RunEvidence, StepEvidence
-from headway.explain.findings.rule import FindingPlace, Observation, Rule, RuleObserver
+from headway.explain.findings.rule import FindingPlace, Observation, Rule, RuleObserver, most_common, observe
 from headway.explain.measurement import MATMUL
 from headway.meter.slow_code import SlowCode, slow_code_table
 
@@ -50,16 +50,8 @@ def eager_attention(evidence: StepEvidence) -> Observation | None:
             modules[event.module] += 1
     if not number:
         return None
-    where = next((f", in {module}" for module, _ in modules.most_common() if module), "")
-    return Observation(
-        passes_ns,
-        f"attention is written out {number / evidence.num_steps:,.0f} times a step{where} and others: scores, masks "
-        f"and softmax over all pairs of positions take {evidence.share(passes_ns)} of the time, beside "
-        f"{evidence.share(products_ns)} of its products.",
-        "each operator reads and writes a matrix of all pairs of positions, which a fused kernel keeps on the chip.",
-        'attn_implementation="sdpa" or "flash_attention_2" in a model of transformers; '
-        "torch.nn.functional.scaled_dot_product_attention in one's own.",
-        setting="speed.attention: auto",
+    return observe(
+        evidence, "eager-attention", passes_ns, number=number, module=most_common(modules), products=products_ns
     )
 
 
@@ -105,27 +97,22 @@ def large_head(evidence: StepEvidence) -> Observation | None:
     if not sides:
         return None
     vocabulary, width = max(sides, key=lambda pair: (sides[pair], pair))
-    products_ns = passes_ns = 0
+    ns = 0
     for event in evidence.spent:
         operands = event.trace.operands_of(event.event)
-        if operands is None or not any(vocabulary in size for size in operands.sizes) or "double" in operands.types:
-            continue  # 64 bits have a finding of their own
-        if event.line == MATMUL:
-            products_ns += event.ns
-        else:
-            passes_ns += event.ns
-    ns = products_ns + passes_ns
+        # 64 bits have a finding of their own.
+        if operands is not None and "double" not in operands.types and any(vocabulary in s for s in operands.sizes):
+            ns += event.ns
     # Time goes with the vocabulary: up to the size from which it is large every model has a head.
     ordinary = max(_LEAST_VOCABULARY, _MANY_TIMES_THE_WIDTH * width)
-    return Observation(
+    return observe(
+        evidence,
+        "large-head",
         ns * (1 - ordinary / vocabulary),
-        f"the projection on {vocabulary:,} tokens from a width of {width:,}, its loss and its weights take "
-        f"{evidence.share(ns)} of the time: {evidence.share(products_ns)} products, {evidence.share(passes_ns)} passes "
-        f"over logits and weights; what is charged is the part beyond {ordinary:,} tokens.",
-        "the vocabulary is large for the model's width, and logits of all positions are written out.",
-        "a loss that makes logits in chunks or in one kernel with the projection (Liger's fused linear cross entropy, "
-        "cut cross entropy), labels on fewer positions, or a smaller vocabulary.",
-        setting="speed.loss_chunk, speed.kernels: liger",
+        vocabulary=vocabulary,
+        width=width,
+        ordinary=ordinary,
+        all=ns,
     )
 
 
@@ -142,19 +129,10 @@ def double_precision(evidence: StepEvidence) -> Observation | None:
     if not events:
         return None
     all_ns = sum(event.ns for event in events)
-    modules = Counter({event.module: 0 for event in events if event.module})
+    modules: Counter[str] = Counter()
     for event in events:
-        if event.module:
-            modules[event.module] += event.ns
-    where = f", most of it in {modules.most_common(1)[0][0]}" if modules else ""
-    return Observation(
-        all_ns // 2,
-        f"operators on tensors of 64-bit floating point took {evidence.share(all_ns)} of the time{where}; in 32 bits "
-        "half of that at most.",
-        "a tensor is made by .double(), by NumPy, or under torch.set_default_dtype(torch.float64), and what follows "
-        "stays in 64 bits; most GPUs compute these 32 to 64 times slower.",
-        ".float() where the tensor is made; 64 bits only for sums that need them.",
-    )
+        modules[event.module] += event.ns
+    return observe(evidence, "double-precision", all_ns // 2, all=all_ns, module=most_common(modules))
 
 
 def anomaly_mode(evidence: StepEvidence) -> Observation | None:
@@ -166,13 +144,7 @@ def anomaly_mode(evidence: StepEvidence) -> Observation | None:
         for event in evidence.spent
         if event.phase is Phase.BACKWARD and _CHECKS.match(event.operator)
     )
-    ns = checks_ns + _stacks_ns(evidence)
-    return Observation(
-        ns,
-        f"anomaly mode is on: stacks of operators and checks for NaN took {evidence.share(ns)} of the time.",
-        "torch.autograd.set_detect_anomaly(True), or detect_anomaly() around the loop, was left on.",
-        "turn it off; on again for some steps when a loss is NaN.",
-    )
+    return observe(evidence, "anomaly-mode", checks_ns + _stacks_ns(evidence))
 
 
 def _stacks_ns(evidence: StepEvidence) -> int:
@@ -205,16 +177,9 @@ def memory_bound(evidence: StepEvidence) -> Observation | None:
         return None
     # Kernels with unknown operands are left out: nobody can tell what they could save.
     ns = sum(max(0, part.known_ns - (part.at_bandwidth_ns or 0)) for part in parts)
-    share = evidence.share(evidence.ns("memory"))
-    return Observation(
-        ns,
-        f"kernels without products took {share} of the time, mostly in {dearest_parts(evidence, 'memory')}; full "
-        f"bandwidth would move their operands in {evidence.share(sum(part.at_bandwidth_ns or 0 for part in parts))}.",
-        "many kernels read and write all of their operands, or are too small for the device.",
-        "torch.compile, or fused kernels (Liger, Apex), which keep what they pass on, on the chip; larger batches "
-        "where kernels are small.",
-        setting="speed.compile: true, speed.kernels: liger",
-    )
+    least_ns = sum(part.at_bandwidth_ns or 0 for part in parts)
+    where = dearest_parts(evidence, "memory")
+    return observe(evidence, "memory-bound", ns, all=evidence.ns("memory"), parts=where, least=least_ns)
 
 
 def dearest_parts(evidence: StepEvidence, line: str) -> str:
@@ -240,25 +205,14 @@ def recorded_double_precision(evidence: RunEvidence) -> Observation | None:
     if any(step.facts.get("weights_dtype") != "float64" for step in evidence.steps):
         return None
     ns = sum(step.phases_ns.get(phase, 0) for step in evidence.steps for phase in ("forward", "backward"))
-    return Observation(
-        ns // 2,
-        f"the model's weights have 64 bits, and its forward and backward took {evidence.share(ns)} of the time.",
-        "weights were made from NumPy's numbers, or torch.set_default_dtype(torch.float64) is set.",
-        "weights of 32 bits (`.float()`), and bfloat16 where the device has it.",
-    )
+    return observe(evidence, "double-precision", ns // 2, all=ns)
 
 
 def recorded_anomaly_mode(evidence: RunEvidence) -> Observation | None:
     """Anomaly mode, which slows forward and backward by an amount that records do not tell."""
     if not all(step.facts.get("anomaly_mode") for step in evidence.steps):
         return None
-    return Observation(
-        0,
-        "torch.autograd.set_detect_anomaly is on: forward notes a stack for each operator, and backward looks at every "
-        "gradient.",
-        "it was switched on to look for a number that is not finite, and left on.",
-        "torch.autograd.set_detect_anomaly(False).",
-    )
+    return observe(evidence, "anomaly-mode", 0)
 
 
 def known_slow_code(evidence: StepEvidence) -> Observation | None:
@@ -287,13 +241,8 @@ def known_slow_code(evidence: StepEvidence) -> Observation | None:
         return None
     ns, row, name = dearest
     factor = f", which others measured at {row.factor} times as long" if row.factor else ""
-    return Observation(
-        ns,
-        f"code that is known to be slow ({row.name}) took {evidence.share(ns)} of the time, most calls of it {name}"
-        f"{factor}.",
-        row.cause,
-        row.remedy,
-    )
+    words = {"factor": factor, "operator": name, "cause": row.cause, "advice": row.remedy}
+    return observe(evidence, "known-slow-code", ns, code=row.name, **words)
 
 
 _KERNELS = ("memory", "slow", "matmul", "optimizer")

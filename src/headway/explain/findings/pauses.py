@@ -7,6 +7,7 @@ collected, something else than training, or whatever the host's stack tells.
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 from headway.explain.attribution import Phase
 from headway.explain.findings import loops
@@ -23,15 +24,10 @@ from headway.explain.findings.gaps import (
     recorded_pause,
     stacks_of,
 )
-from headway.explain.findings.rule import Observation, Rule, RuleObserver, TimeOf
+from headway.explain.findings.rule import Observation, Rule, RuleObserver, TimeOf, most_common, observe
 from headway.meter.pauses import PURPOSES
-from headway.report import format_duration, format_ms, format_share
 
-_NOT_KNOWN_MESSAGE = (
-    "not known: code outside of PyTorch, such as logging, a checkpoint, an evaluation, collecting garbage, a callback, "
-    "or another process that had its core."
-)
-_COLLECTED = "Python collected garbage for {}"
+_OWN_CODE = "code of the loop that calls no operator of PyTorch runs between the operators."
 _OFTEN = 0.10  # part of the time from which checkpoints are too frequent
 _LOOKED_AT = 40  # longest pauses of a job that are looked at one by one
 
@@ -46,30 +42,14 @@ def garbage_collection(evidence: StepEvidence) -> Observation | None:
     by_step: Counter[int] = Counter()
     for step in steps:
         by_step[step.step.window.step] += collected_ns([step])
-    return Observation(
-        ns,
-        f"Python collected garbage {number / evidence.num_steps:,.1f} times a step, for {evidence.share(ns)} of the "
-        "time, in which the loop stood still.",
-        "gc.collect() is called in the step, or the collector runs often over many objects that live long.",
-        "gc.freeze() after the start and gc.disable() with a collection every some hundred steps; no gc.collect() and "
-        "no torch.cuda.empty_cache() in the step.",
-        by_step=by_step,
-        once=_COLLECTED,
-    )
+    return observe(evidence, "garbage-collection", ns, by_step=by_step, number=number / evidence.num_steps)
 
 
 def recorded_collections(evidence: RunEvidence) -> Observation | None:
     """Python's garbage collections, for which all its threads stand still."""
     ns = sum(step.collection_ns for step in evidence.steps)
-    return Observation(
-        ns,
-        f"Python collected garbage for {evidence.share(ns)} of the time.",
-        "gc.collect() is called in the loop, or a large heap of Python's objects is gone through again and again.",
-        "gc.freeze() after the set-up, gc.disable() with a collection every some hundred steps, or fewer and larger "
-        "objects (tensors, arrays) in place of many small ones.",
-        by_step={step.step: step.collection_ns for step in evidence.steps},
-        once=_COLLECTED,
-    )
+    by_step = {step.step: step.collection_ns for step in evidence.steps}
+    return observe(evidence, "garbage-collection", ns, by_step=by_step)
 
 
 def _classed(evidence: StepEvidence, kind: str) -> tuple[int, Counter[str], list[tuple[StepPauses, Pause]]]:
@@ -98,52 +78,26 @@ def _classed(evidence: StepEvidence, kind: str) -> tuple[int, Counter[str], list
     return ns, places, members
 
 
-def _extent(evidence: StepEvidence, members: Sequence[tuple[StepPauses, Pause]]) -> str:
-    number = len(members) / evidence.num_steps
-    longest = max(gap.ns for _, gap in members)
-    return f"{number:,.1f} pause{'' if number == 1 else 's'} a step, the longest of {format_ms(longest)} ms"
-
-
 def host_pause(evidence: StepEvidence) -> Observation | None:
     """A few long gaps, and the host's surroundings in them."""
     ns, places, members = _classed(evidence, "pause")
     if not members:
         return None
-    stacks: Counter[tuple[str, ...]] = Counter()
-    for step, gap in members:
-        stacks.update(stacks_of(evidence, step, gap))
-    idle = "called no operator" if evidence.is_cpu else "launched nothing"
-    message = f"the host {idle} in {_extent(evidence, members)}: {evidence.share(ns)} of the time."
-    by_step = _by_step(members)
+    stacks = _stacks(evidence, members)
+    values: dict[str, Any] = {
+        "idle": "called no operator" if evidence.is_cpu else "launched nothing",
+        "number": len(members) / evidence.num_steps,
+        "longest": max(gap.ns for _, gap in members),
+        "place": most_common(places, ""),
+    }
+    kind = ("/annotation" if values["place"].startswith(ANNOTATION) else "/event") if values["place"] else ""
     # The stack that the pauses were in longest names the code; the host's annotation the part of the loop.
     if stacks:
-        stack, _ = stacks.most_common(1)[0]
-        words = purpose_of(stack).in_trace
-        share = stacks[stack] / stacks.total()
-        where = f" Python was in {_frames(stack)} for {format_share(share)} of it."
-        cause = words["cause"] or "code of the loop that calls no operator of PyTorch runs between the operators."
-        once = f"the host {idle} for {{}}, mostly in {_frames(stack)}"
-        return Observation(ns, message + where, cause, words["advice"], by_step=by_step, once=once)
-    place = next((name for name, _ in places.most_common() if name), "")
-    if place:
-        return Observation(
-            ns,
-            f"{message} It was in {place}.",
-            _NOT_KNOWN_MESSAGE
-            if place.startswith(ANNOTATION)
-            else f"{place} runs on the host while the device has nothing to do.",
-            "do that work ahead of time or in a thread of its own, less often, or not in the step.",
-            by_step=by_step,
-            once=f"the host {idle} for {{}}, in {place}",
-        )
-    return Observation(
-        ns,
-        f"{message} The trace shows nothing that it did meanwhile.",
-        _NOT_KNOWN_MESSAGE,
-        "a profile with stacks (with_stack=True, or headway.profile, which samples them), which names the code.",
-        by_step=by_step,
-        once=f"the host {idle} for {{}}",
-    )
+        stack, stack_ns = stacks.most_common(1)[0]
+        kind, words = "/code", purpose_of(stack).in_trace
+        values |= {**words, "cause": words["cause"] or _OWN_CODE, "place": _frames(stack)}
+        values["part"] = stack_ns / stacks.total()
+    return observe(evidence, f"host-pause{kind}", ns, by_step=_by_step(members), **values)
 
 
 def _by_step(members: Sequence[tuple[StepPauses, Pause]]) -> Counter[int]:
@@ -165,28 +119,15 @@ def chore(evidence: StepEvidence, phase: Phase) -> Observation | None:
             line.parts.get(name, 0) for line in step.lines if line.key == "aside" for name in names
         )
     words = PURPOSES[phase.value].in_trace
-    where = f" Python was in {place}." if place else ""
-    message = f"{words['message']} {evidence.share(ns)} of the time.{where}"
-    once = f"{words['message']} {{}}"
-    return Observation(ns, message, words["cause"], words["advice"], words["setting"], by_step=by_step, once=once)
+    values = {**words, "what": words["message"], "place": place}
+    return observe(evidence, f"chore{'/code' * bool(place)}", ns, by_step=by_step, **values)
 
 
 def beside(evidence: RunEvidence, what: str) -> Observation | None:
     """Evaluations, or checkpoints, between the steps."""
     ns = evidence.beside_ns.get(what, 0)
-    advice = {
-        "evaluation": "a larger eval.every, or fewer samples (eval.max_samples).",
-        "checkpoint": "a larger checkpoint.every, and checkpoint.asynchronous: true, which writes while training goes "
-        "on.",
-    }[what]
-    return Observation(
-        ns,
-        f"{what}s took {format_duration(ns / 1e9)}, the steps {format_duration(evidence.duration_ns / 1e9)}.",
-        f"the run stops for its {what}s too often, each takes too long, or the run is short.",
-        advice,
-        by_step=evidence.beside_by_step.get(what, {}),
-        once=f"the run's {what} took {{}}",
-    )
+    by_step = evidence.beside_by_step.get(what, {})
+    return observe(evidence, f"chore/{what}", ns, by_step=by_step, steps=evidence.duration_ns)
 
 
 def paused_for(evidence: StepEvidence, phase: Phase) -> tuple[int, str, Counter[int]]:
@@ -196,10 +137,16 @@ def paused_for(evidence: StepEvidence, phase: Phase) -> tuple[int, str, Counter[
         Their time in all steps [ns], the frames that they were in longest, "" without any, and their time by step.
     """
     ns, _, members = _classed(evidence, phase.value)
+    stacks = _stacks(evidence, members)
+    return ns, _frames(stacks.most_common(1)[0][0]) if stacks else "", _by_step(members)
+
+
+def _stacks(evidence: StepEvidence, members: Sequence[tuple[StepPauses, Pause]]) -> Counter[tuple[str, ...]]:
+    """Time of each stack of the loop's thread in pauses [ns]."""
     stacks: Counter[tuple[str, ...]] = Counter()
     for step, gap in members:
         stacks.update(stacks_of(evidence, step, gap))
-    return ns, _frames(stacks.most_common(1)[0][0]) if stacks else "", _by_step(members)
+    return stacks
 
 
 def _frames(stack: Sequence[str]) -> str:
@@ -218,16 +165,7 @@ def allocation(evidence: StepEvidence) -> Observation | None:
             places[call] += waited_ns
     if not ns:
         return None
-    ((place, _),) = places.most_common(1)
-    return Observation(
-        ns,
-        f"nothing ran for {evidence.share(ns)} of the time while memory of the device was allocated or freed, mostly "
-        f"in {place}.",
-        "the caching allocator has no free block that fits: the first steps, sizes that change from step to step, "
-        "memory near its limit, or torch.cuda.empty_cache() in the loop.",
-        "profile later steps; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; sizes rounded up to a few; no "
-        "empty_cache().",
-    )
+    return observe(evidence, "allocation", ns, place=most_common(places))
 
 
 def first_use(evidence: StepEvidence) -> Observation | None:
@@ -235,14 +173,7 @@ def first_use(evidence: StepEvidence) -> Observation | None:
     ns, places, members = _classed(evidence, "first-use")
     if not members:
         return None
-    ((place, _),) = places.most_common(1)
-    return Observation(
-        ns,
-        f"nothing ran for {evidence.share(ns)} of the time in the first call of {place}, which took far longer than "
-        "later ones.",
-        "a library is loaded or its kernels are tried out (cudnn.benchmark, lazy loading of modules).",
-        "nothing in a long run: profile later steps; where shapes change all the time, cudnn.benchmark = False.",
-    )
+    return observe(evidence, "first-use", ns, place=most_common(places))
 
 
 def graph_late(evidence: StepEvidence) -> Observation | None:
@@ -250,15 +181,7 @@ def graph_late(evidence: StepEvidence) -> Observation | None:
     ns, places, members = _classed(evidence, "graph")
     if not members:
         return None
-    place = next((name for name, _ in places.most_common() if name), "")
-    where = f" while the host was in {place}" if place else "; the trace does not show what the host did before"
-    return Observation(
-        ns,
-        f"nothing ran in {_extent(evidence, members)}, before a graph was replayed{where}: {evidence.share(ns)} of the "
-        "time.",
-        "what the host does between two replays (inputs, sampling, scheduling) takes longer than the graph.",
-        "prepare the next inputs while the graph runs, and read nothing back in between; larger graphs or batches.",
-    )
+    return observe(evidence, "graph-late", ns, place=most_common(places, "code that the trace does not show"))
 
 
 def recorded_checkpoints(evidence: RunEvidence) -> Observation | None:

@@ -18,58 +18,15 @@ from headway.explain.events import NONE, Kind
 from headway.explain.explanation import StepWaterfall
 from headway.explain.findings.evidence import RunEvidence, StepEvidence, as_number
 from headway.explain.findings.patterns import num_passes
-from headway.explain.findings.rule import FindingPlace, Observation, Rule, RuleObserver
+from headway.explain.findings.rule import FindingPlace, Observation, Rule, RuleObserver, most_common, observe
 from headway.explain.kernels import is_attention
 from headway.explain.measurement import MATMUL
-from headway.report import format_flops, format_rate, format_share
+from headway.report import format_flops, format_rate
 from headway.words import Argument
 
 _UNCOUNTED = 1.15  # ran / counted FLOPs; losses and routers run a few products that no ledger has
 _MOSTLY = 0.5  # part of what was not counted from which it has one cause
 _UPDATE = "Optimizer.step#"
-_UPDATES = (
-    "one optimizer updated the same weights {} in a step, after each of its passes; once would save {} of the time."
-)
-_UPDATE_ADVICE = (
-    "optimizer.step() stands in the loop over micro-batches.",
-    "optimizer.step() and zero_grad() once, behind the last micro-batch; or a step of the meter for each update, if "
-    "each is meant.",
-)
-_UPDATED_ONCE = "updates of the same weights after each pass took {}"
-# Cause, advice, and where the products ran, by the kind of what was not counted.
-_UNCOUNTED_WORK = {
-    "backward": (
-        "backward goes through one graph more than once (retain_graph=True), as with a backward for each of several "
-        "losses.",
-        "the sum of the losses, and one backward.",
-        ", and backward differentiates the same operators again",
-    ),
-    "pass": (
-        "a pass with its backward was not counted: a second batch, a second model, or an input that count() was not "
-        "given.",
-        "all that the step trains on in count(), if it belongs there.",
-        "",
-    ),
-    "forward": (
-        "the model runs forward without a backward in the loop: an evaluation, metrics, or sampling.",
-        "metrics from the outputs that the training forward gives; evaluations and samples every some hundred steps, "
-        "within `with meter.away('evaluation')`.",
-        ", most of the rest in forwards of the model that no backward follows",
-    ),
-    "other model": (
-        "a model that is not counted runs forward in the step: a reference, a teacher, a judge or a metric.",
-        "its outputs once for each sample, kept beside the data; if it belongs to the step, count it "
-        "(Meter(others=...)).",
-        ", most of the rest outside of the model",
-    ),
-    "layer": (
-        "a layer computes more than was counted of it, such as experts that multiply every token or positions that "
-        "are masked, or the batch has more than count() was given.",
-        f"`headway explain` with {Argument('by', example='module')} and {Argument('by', example='gemm')}, beside "
-        "`headway flops`.",
-        "",
-    ),
-}
 # Parts of the best rate: good sizes reach 50 to 80 % of it, attention 40 to 70 %.
 _SLOW_PRODUCTS, _GOOD_PRODUCTS = 0.25, 0.5
 _KNOWN = 0.5  # part of the products' time whose sizes must be known
@@ -112,17 +69,20 @@ def uncounted_products(evidence: StepEvidence) -> Observation | None:
     if not lost_ns[phase]:
         return None
     part, ns = ran[phase], sum(lost_ns.values())
-    cause, advice, where = _UNCOUNTED_WORK[kind := _kind(phase, part, has_both=all(lost_ns.values()))]
-    if kind == "layer":
-        ((module, _),) = part.modules.most_common(1) or [("", 0)]
-        where = f", most of them in {module}" if module else ""
-    per_step = [format_flops(flops / len(evidence.measured_steps)) for flops in (part.all, part.counted)]
-    return Observation(
+    kind = _kind(phase, part, has_both=all(lost_ns.values()))
+    ran_flops, counted_flops = (format_flops(n / len(evidence.measured_steps)) for n in (part.all, part.counted))
+    return observe(
+        evidence,
+        f"uncounted-products/{kind}" if kind else "uncounted-products",
         ns,
-        f"matrix products of {per_step[0]} ran in the {phase.value}s of a step, {part.all / part.counted:.1f} times "
-        f"the {per_step[1]} that were counted{where}; what was not counted takes {evidence.share(ns)} of the time.",
-        cause,
-        advice,
+        ran=ran_flops,
+        counted=counted_flops,
+        times=part.all / part.counted,
+        phase=phase.value,
+        kind=kind,
+        module=most_common(part.modules, "one of the model's"),
+        by_module=Argument("by", example="module"),
+        by_gemm=Argument("by", example="gemm"),
     )
 
 
@@ -184,51 +144,42 @@ def _time_of(evidence: StepEvidence, phase: Phase) -> int:
 
 
 def _kind(phase: Phase, part: _Ran, *, has_both: bool) -> str:
-    """Kind of what was not counted in a phase, a key of `_UNCOUNTED_WORK`."""
+    """Kind of what was not counted in a phase, as `sentences.toml` has it; "" for a part of the model."""
     if part.again >= _MOSTLY * part.excess:
         return "backward"
     if has_both:
         return "pass"
     if phase is Phase.FORWARD and part.without_backward >= _MOSTLY * part.excess:
         return "forward"
-    return "other model" if phase is Phase.FORWARD and part.outside >= _MOSTLY * part.excess else "layer"
+    return "other model" if phase is Phase.FORWARD and part.outside >= _MOSTLY * part.excess else ""
 
 
 def recorded_uncounted(evidence: RunEvidence) -> Observation | None:
     """Forwards of the model without a backward, or backwards through one graph, that nobody counted."""
     if any(step.loop_phases for step in evidence.steps):  # phases that the loop names have rules of their own
         return None
-    kind = max(("forward", "backward"), key=lambda kind: _extra(evidence, kind).ns)
-    extra = _extra(evidence, kind)
-    cause, advice, _ = _UNCOUNTED_WORK[kind]
-    what = "backwards beyond the forwards" if kind == "backward" else "forwards without a backward"
-    return extra._replace(
-        message=f"{what} that nobody counted, {extra.message} a step, took {evidence.share(extra.ns)} of the time.",
-        cause=cause,
-        next=advice,
-        once=f"{what} that nobody counted took {{}}",
-    )
+    kind = max(("forward", "backward"), key=lambda kind: _extra(evidence, kind)[0])
+    ns, number, by_step = _extra(evidence, kind)
+    return observe(evidence, f"uncounted-products/{kind}", ns, by_step=by_step, number=number, kind=kind)
 
 
 def recorded_updates(evidence: RunEvidence) -> Observation | None:
     """An optimizer that updates the same weights after each pass of a step."""
     if any(step.loop_phases for step in evidence.steps):  # several updates on one rollout are how it learns
         return None
-    extra = _extra(evidence, "update")
-    number = f"{float(extra.message or 0) + 1:,.3g} times"
-    return extra._replace(message=_UPDATES.format(number, evidence.share(extra.ns)))
+    ns, number, by_step = _extra(evidence, "update")
+    return observe(evidence, "update-each-pass", ns, by_step=by_step, number=number + 1)
 
 
-def _extra(evidence: RunEvidence, kind: str) -> Observation:
-    """Extra passes or updates of one kind: their time, and their number in a step as the message."""
+def _extra(evidence: RunEvidence, kind: str) -> tuple[float, float, Mapping[int, float]]:
+    """Extra passes or updates of one kind: their time [ns], their number in a step, and their time by step."""
     sampled = [step for step in evidence.steps if step.phases_ns or step.extra]
     by_step = {step.step: step.extra[kind][1] for step in sampled if kind in step.extra}
     numbers = [step.extra[kind][0] for step in sampled if kind in step.extra]
     scale = evidence.duration_ns / sum(step.duration_ns for step in sampled) if sampled else 0.0
-    number = f"{median(numbers):,.3g}" if numbers else ""
     # Steps that were not sampled tell nothing, so that what came in which step is known where all were.
     rare = by_step if len(sampled) == evidence.num_steps else {}
-    return Observation(scale * sum(by_step.values()), number, *_UPDATE_ADVICE, by_step=rare, once=_UPDATED_ONCE)
+    return scale * sum(by_step.values()), median(numbers) if numbers else 0.0, rare
 
 
 def update_each_pass(evidence: StepEvidence) -> Observation | None:
@@ -250,11 +201,7 @@ def update_each_pass(evidence: StepEvidence) -> Observation | None:
             most = max(most, updates)
     if not most:
         return None
-    return Observation(
-        again_ns,
-        _UPDATES.format(f"{most} times", evidence.share(again_ns)),
-        *_UPDATE_ADVICE,
-    )
+    return observe(evidence, "update-each-pass", again_ns, number=most)
 
 
 def _updates(step: StepWaterfall) -> int:
@@ -295,15 +242,15 @@ def slow_products(evidence: StepEvidence) -> Observation | None:
     lost_ns = {name: ns - flops / best * 1e9 for name, (flops, ns) in sized.items()}
     name = max(lost_ns, key=lost_ns.__getitem__)
     its_flops, its_ns = sized[name]
-    return Observation(
+    return observe(
+        evidence,
+        "slow-products",
         known_ns * (1 - rate / (_GOOD_PRODUCTS * best)),
-        f"products take {evidence.share(all_ns)} of the time, at {format_share(rate / best)} of the "
-        f"{format_rate(best)} that the device can reach; most of it goes to {name}: "
-        f"{format_rate(its_flops / its_ns * 1e9)}, {evidence.share(its_ns)} of the time.",
-        "the kernel that was chosen is slow on this device, or for these sizes: a fallback, a library without a tuned "
-        "kernel, sizes that fill few of its units; or the clock is low.",
-        "another kernel for it (another attention backend, hipBLASLt or a newer cuBLAS or cuDNN, a tuned table of "
-        "products), the same product alone in a benchmark, and larger sizes.",
+        reached=rate / best,
+        best=format_rate(best),
+        product=name,
+        rate=format_rate(its_flops / its_ns * 1e9),
+        all=all_ns,
     )
 
 
@@ -315,13 +262,9 @@ def _without_a_peak(
         return None
     name = max(sized, key=lambda name: sized[name][1])
     flops, ns = sized[name]
-    return Observation(
-        all_ns,
-        f"products take {evidence.share(all_ns)} of the time, most of it {name} at {format_rate(flops / ns * 1e9)}.",
-        f"not known: {why or 'the trace does not name the device.'}",
-        f"{Argument('device')} with the device's name or its dense rate [FLOP/s], which tells how far from its peak "
-        "they are.",
-    )
+    cause, rate = why or "the trace does not name the device.", format_rate(flops / ns * 1e9)
+    words = {"product": name, "rate": rate, "cause": cause, "device": Argument("device")}
+    return observe(evidence, "slow-products/no peak", all_ns, all=all_ns, **words)
 
 
 def _sized_products(evidence: StepEvidence) -> dict[str, tuple[float, int]]:

@@ -10,8 +10,8 @@ from headway.explain.attribution import Chore
 from headway.explain.findings.evidence import EventTime, RunEvidence, StepEvidence
 from headway.explain.findings.gaps import recorded_pause
 from headway.explain.findings.patterns import num_passes
-from headway.explain.findings.rule import Observation, Rule, RuleObserver, TimeOf
-from headway.report import format_ms, format_share
+from headway.explain.findings.rule import Observation, Rule, RuleObserver, TimeOf, observe
+from headway.report import format_share
 from headway.words import Argument
 
 # Causes other than more work for which a rank comes late.
@@ -27,50 +27,16 @@ _COLLECTIVE = re.compile(
     r"(?P<all_to_all>all_?to_?all)|(?P<broadcast>broadcast)|(?P<barrier>barrier)|(?P<send>send|recv)",
     flags=re.IGNORECASE,
 )
-_EXCHANGES = {  # collective: likely cause, advice
-    "broadcast": (
-        "one rank sends its buffers or weights to the others in each forward (DDP's broadcast_buffers).",
-        "broadcast_buffers=False, or buffers that need no agreement registered with persistent=False outside of the "
-        "wrapped model; large tables made on each rank.",
-    ),
-    "barrier": (
-        "ranks wait for each other at a barrier within the step.",
-        "no barrier in the step: collectives wait by themselves.",
-    ),
-    "all_gather": (
-        "results of all ranks, such as logits or embeddings, are gathered in the step, or sharded weights.",
-        "numbers that are reduced before they are sent, less often; traces of all ranks tell transfer from waiting.",
-    ),
-    "all_to_all": (
-        "tokens go to their experts, or heads to their ranks, and nothing computes meanwhile.",
-        "a smaller group within a node; larger batches; traces of all ranks tell transfer from waiting.",
-    ),
-    "many": (
-        "many small tensors, such as metrics or parameters, are exchanged one by one: each costs its latency.",
-        "one exchange of all of them stacked, every some steps.",
-    ),
-    "": (
-        "gradients are exchanged more often or in more bytes than computing hides, or ranks wait for each other.",
-        "larger batches, gradients in bfloat16, fewer exchanges; traces of all ranks tell transfer from waiting.",
-    ),
-}
+_OF_COLLECTIVES = ("broadcast", "barrier", "all_gather", "all_to_all", "many")  # kinds that have sentences
 _REDUCES = re.compile(r"all_?reduce|reduce_?scatter", flags=re.IGNORECASE)
 
 
 def uneven_work(evidence: RunEvidence) -> Observation | None:
     """Ranks that wait for the one with the most work, by the FLOPs of each."""
     lost_ns = sum(step.imbalance * step.duration_ns for step in evidence.steps)
-    share = evidence.share(lost_ns)
     ranks = {step.heaviest_rank for step in evidence.steps}
     which = f"rank {ranks.pop()}, always" if len(ranks) == 1 else "now one rank, now another"
-    return Observation(
-        lost_ns,
-        f"ranks wait at least {share} of the time for the one with the most work ({which}).",
-        "the packs of a step differ in FLOPs: long samples cost more than short ones of as many tokens, images more "
-        "than text.",
-        "packs that are planned over a length index, which carry equal FLOPs (no data.stream; `headway pack` shows the "
-        "plan); or more packs a step (optim.accumulation).",
-    )
+    return observe(evidence, "heavy-pack", lost_ns, rank=which)
 
 
 def slow_device(evidence: RunEvidence) -> Observation | None:
@@ -81,45 +47,22 @@ def slow_device(evidence: RunEvidence) -> Observation | None:
     if len(ranks) != 1 or 2 * len(slow) <= evidence.num_steps:
         return None
     speed = median(step.slowest_speed or 0.0 for step in slow)
-    return Observation(
-        sum((1 - (step.slowest_speed or 1.0)) * step.duration_ns for step in slow),
-        f"rank {ranks.pop()} computes at {format_share(speed)} of the ranks' median speed, whatever work it is given.",
-        "its device is throttled or shared, or its host is.",
-        "the run without that machine, once its clocks, temperature and other processes have been looked at.",
-    )
+    ns = sum((1 - (step.slowest_speed or 1.0)) * step.duration_ns for step in slow)
+    return observe(evidence, "slow-rank", ns, rank=ranks.pop(), speed=speed, option=Argument("rank"))
 
 
 def heavy_pack(evidence: StepEvidence) -> Observation | None:
     """Ranks that wait for one that has more to compute."""
-    return _waited_for(
-        evidence,
-        {"work"},
-        "packs are dealt out by number, or by tokens, and not by what they cost.",
-        "batches of equal cost on all ranks, dealt out by FLOPs and not by number.",
-        setting="data.strategy: balanced, which deals packs of equal cost to the ranks, and a larger data.window",
-    )
+    return _waited_for(evidence, "heavy-pack", {"work"})
 
 
 def slow_rank(evidence: StepEvidence) -> Observation | None:
     """Ranks that wait for one, always the same and in most steps, that takes longer for the same work."""
-    return _waited_for(
-        evidence,
-        _SLOW_CAUSES,
-        "that rank's device or host is slower: throttled, shared with others, or held up by something in its process.",
-        "look at that machine (clocks, other processes, its loader), and take it out if it stays slow; "
-        f"{Argument('rank')} shows where its time went.",
-        is_one_rank=True,
-    )
+    return _waited_for(evidence, "slow-rank", _SLOW_CAUSES, is_one_rank=True)
 
 
 def _waited_for(
-    evidence: StepEvidence,
-    causes: Collection[str],
-    cause: str,
-    advice: str,
-    setting: str = "",
-    *,
-    is_one_rank: bool = False,
+    evidence: StepEvidence, name: str, causes: Collection[str], *, is_one_rank: bool = False
 ) -> Observation | None:
     """Sum up the time that steps would save without the rank they waited for, over the waits with one of some causes.
 
@@ -150,14 +93,16 @@ def _waited_for(
     dearest = max(
         (wait for wait in waits.values() if wait.rank == rank), key=lambda wait: wait.cost_ns * wait.explained
     )
-    return Observation(
+    return observe(
+        evidence,
+        name,
         ns,
-        f"the others waited for rank {rank}, mostly: without its delay steps would take "
-        f"{evidence.share(ns, evidence.full_ns)} less; in "
-        f"step {dearest.step} they waited {format_ms(dearest.wait_ns)} ms, and {dearest.why()}.",
-        cause,
-        advice,
-        setting,
+        rank=rank,
+        saved=evidence.share(ns, evidence.full_ns),
+        step=dearest.step,
+        wait=dearest.wait_ns,
+        reason=dearest.why(),
+        option=Argument("rank"),
     )
 
 
@@ -169,15 +114,7 @@ def exposed_gathers(evidence: StepEvidence) -> Observation | None:
     ns = round(transferred_ns * gathered_ns / all_ns) if all_ns else 0
     if 2 * gathered_ns <= all_ns or not _is_sharded(evidence):
         return None
-    return Observation(
-        ns,
-        f"only gathers of sharded weights ran for {evidence.share(ns)} of the time.",
-        "a block computes for a shorter time than the next block's weights take to arrive.",
-        "larger batches, weights that are kept until backward where memory allows it (reshard_after_forward=False), or "
-        "sharding within a node (hybrid sharding).",
-        setting="larger packs (data.tokens_per_pack), parallel.reshard: false, or a smaller parallel.shard with "
-        "parallel.replicate",
-    )
+    return observe(evidence, "exposed-gathers", ns)
 
 
 def exposed_communication(evidence: StepEvidence) -> Observation | None:
@@ -196,15 +133,7 @@ def exposed_communication(evidence: StepEvidence) -> Observation | None:
     row = "many" if kind.number > _MANY * evidence.num_steps else name
     # Ranks meet anew in each of many exchanges, so that waiting is theirs; exchanges of shards hide behind work.
     ns = max(ns, kind.ns) if row == "many" and not _is_sharded(evidence) else ns
-    cause, advice = _EXCHANGES.get(row, _EXCHANGES[""])
-    return Observation(
-        ns,
-        f"only communication ran for {evidence.share(ns)} of the time{which}.",
-        cause,
-        advice,
-        setting="parallel.reduce: step with optim.accumulation, parallel.reduce_dtype: bfloat16, larger packs "
-        "(data.tokens_per_pack)",
-    )
+    return observe(evidence, f"exposed-communication{f'/{row}' * (row in _OF_COLLECTIVES)}", ns, which=which)
 
 
 def recorded_exchanges(evidence: RunEvidence) -> Observation | None:
@@ -214,14 +143,7 @@ def recorded_exchanges(evidence: RunEvidence) -> Observation | None:
     ns = max(0, ns - sum(step.late_ns for step in evidence.steps))
     if own is not None and own.ns > ns:
         return own
-    return Observation(
-        ns,
-        f"ranks waited for each other between the phases {evidence.share(ns)} of the time, such as before the forward.",
-        "data parallelism sends the model's buffers before each forward (broadcast_buffers), or ranks wait for each "
-        "other's numbers there.",
-        "DistributedDataParallel(broadcast_buffers=False) if buffers do not change, smaller buffers, or numbers that "
-        "are exchanged every N steps.",
-    )
+    return observe(evidence, "exposed-communication/broadcast", ns)
 
 
 def reduces_each_pass(evidence: StepEvidence) -> Observation | None:
@@ -244,14 +166,7 @@ def reduces_each_pass(evidence: StepEvidence) -> Observation | None:
             most = max(most, passes)
     if not most:
         return None
-    return Observation(
-        repeated_ns,
-        f"gradients are exchanged after each of {most} passes of a step; once would save "
-        f"{evidence.share(round(repeated_ns))} of the time.",
-        "gradients are accumulated over several passes, and data parallelism sends them after every one.",
-        "no_sync() around all passes but the last (DDP), set_requires_gradient_sync(False) (FSDP2).",
-        setting="parallel.reduce: step",
-    )
+    return observe(evidence, "reduces-each-pass", repeated_ns, passes=most)
 
 
 def _text(event: EventTime) -> str:
@@ -309,20 +224,9 @@ def _late_rank(evidence: RunEvidence) -> Observation | None:
     for step in slow:
         phase[step.late_phase] += step.late_ns
     dearest = phase.most_common(1)[0][0]
-    reasons = {
-        "data": ("it waits longer for its data.", "its loader's workers and its storage."),
-        "forward": ("its device or its cores are slower, or its batches larger.", "clocks and other processes there, "
-                    "and the tokens of each rank (rank_flops)."),
-    }  # fmt: skip
-    other = ("its host does something before the forward that the others do not.", "what the loop does on that rank.")
-    cause, advice = reasons.get(dearest, other)
-    return Observation(
-        ns,
-        f"rank {rank} came to its backward {ns / len(slow) / 1e6:,.1f} ms later than any other in {times} of "
-        f"{len(compared)} steps, most of it in the phase '{dearest}'; the others wait for it.",
-        cause,
-        advice,
-    )
+    kind = dearest if dearest in ("data", "forward") else "late"
+    values = {"late": ns / len(slow) / 1e6, "times": times, "number": len(compared), "phase": dearest}
+    return observe(evidence, f"slow-rank/{kind}", ns, rank=rank, **values)
 
 
 RULES = (

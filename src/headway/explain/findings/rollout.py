@@ -5,10 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from headway.explain.findings.evidence import RunEvidence, RunStep
-from headway.explain.findings.rule import FindingPlace, Observation, Rule, RuleObserver
+from headway.explain.findings.rule import FindingPlace, Observation, Rule, RuleObserver, observe
 from headway.explain.phases import ASIDE, PhaseLine
 from headway.meter.step_phases import REST
-from headway.report import format_share
 
 _REPEATED = 1.5  # times the tokens of the sequences, from which a frozen model has scored them more than once
 _FULL = 0.75  # part of the device's memory from which a larger batch has no room
@@ -99,14 +98,8 @@ def longest_answer(evidence: RunEvidence) -> Observation | None:
     # Means over all batches: a decode step for each token behind the first of the longest answer.
     dearest = phases[0][1]
     longest, mean = dearest["decode_steps"] / dearest["prefills"] + 1, dearest["generated_tokens"] / dearest["answers"]
-    return Observation(
-        ns,
-        f"{format_share(_idle_share(dearest))} of the places of decode steps in the phase '{dearest.name}' were idle: "
-        f"the longest answer of a batch had {longest:,.0f} tokens, the mean answer {mean:,.0f}.",
-        "answers that have ended keep their rows until the longest of their batch has ended too.",
-        "a lower limit of answers' lengths (max_new_tokens), an engine that gives free rows to other prompts "
-        "(continuous batching), or batches of prompts with answers of like lengths.",
-    )
+    idle = _idle_share(dearest)
+    return observe(evidence, "longest-answer", ns, idle=idle, phase=dearest.name, longest=longest, mean=mean)
 
 
 def generation(evidence: RunEvidence) -> Observation | None:
@@ -116,16 +109,9 @@ def generation(evidence: RunEvidence) -> Observation | None:
         return None
     dearest = max(makers, key=lambda total: total.ns)
     mean, longest = (dearest[name] / evidence.num_steps for name in ("mean_answer", "longest_answer"))
-    lengths = f"the mean answer had {mean:,.0f} tokens"
-    lengths += f", the longest of a step {longest:,.0f}" if longest else ""
-    return Observation(
-        dearest.ns,
-        f"the phase '{dearest.name}', which makes the answers, takes {evidence.share(dearest.ns)} of the time; "
-        f"{lengths}.",
-        "answers are made token by token, at the memory's rate, and a step waits for the longest of its answers.",
-        "a lower limit of answers' lengths, more answers at once in the engine, or a rollout beside the update "
-        "(asynchronous training).",
-    )
+    of_step = f" ({longest:,.0f} tokens)" if longest else ""
+    values = {"its": dearest.ns, "phase": dearest.name, "mean": mean, "longest": of_step}
+    return observe(evidence, "generation", dearest.ns, **values)
 
 
 def _idle_share(total: _PhaseTotal) -> float:
@@ -148,19 +134,15 @@ def small_batches(evidence: RunEvidence) -> Observation | None:
     # Batches of one step, and their rows: what one batch would join.
     dearest = phases[0][1]
     batches, rows = dearest["prefills"] / evidence.num_steps, dearest["decode_slots"] / dearest["decode_steps"]
-    rates = [
-        f"{name} {format_share(at_ns / dearest.busy_ns)}"
-        for name, at_ns in (("MFU", dearest.at_peak_ns), ("MBU", dearest.moved_ns))
-        if at_ns
-    ]
-    reached = f" ({', '.join(rates)})" if rates else ""
-    return Observation(
+    return observe(
+        evidence,
+        "small-decode-batches",
         ns,
-        f"the phase '{dearest.name}' decoded {batches:,.0f} batches of {rows:,.1f} rows in a step, one after the other"
-        f"{reached}: {format_share(1 - dearest.rows_ns / dearest.decode_ns)} of its decoding does not grow with rows.",
-        "each decode step reads all weights and launches all kernels, for however few rows.",
-        f"one batch of all {batches * rows:,.0f} rows, or of as many as memory holds: weights are read once for all. "
-        "Turns that need the answers before them stay apart.",
+        phase=dearest.name,
+        batches=batches,
+        rows=rows,
+        fixed=1 - dearest.rows_ns / dearest.decode_ns,
+        all_rows=batches * rows,
     )
 
 
@@ -183,14 +165,8 @@ def repeated_prefill(evidence: RunEvidence) -> Observation | None:
         return None
     dearest = phases[0][1]
     times = dearest["prefill_tokens"] / dearest["prompt_tokens"]
-    return Observation(
-        ns,
-        f"the phase '{dearest.name}' read {dearest['prefill_tokens'] / evidence.num_steps:,.0f} tokens of prompts in a "
-        f"step, each prompt {times:,.1f} times: once for each of its answers.",
-        "the answers of a group share a prompt, and each computes its keys and values anew.",
-        "prefix caching of the engine, or one prefill of each prompt whose cache is repeated for its answers; where "
-        "the engine does so already, say prefix='computed once' to Generation.",
-    )
+    values = {"phase": dearest.name, "tokens": dearest["prefill_tokens"], "times": times}
+    return observe(evidence, "repeated-prefill", ns, **values)
 
 
 def repeated_scoring(evidence: RunEvidence) -> Observation | None:
@@ -205,14 +181,9 @@ def repeated_scoring(evidence: RunEvidence) -> Observation | None:
     if not repeated:
         return None
     _, dearest = max(repeated, key=lambda loss: loss[0])
-    return Observation(
-        sum(ns for ns, _ in repeated),
-        f"the phase '{dearest.name}' computed {dearest['scored_tokens'] / sequences:,.1f} times the tokens of the "
-        f"rollout with a model that is not trained, {evidence.share(dearest.ns)} of the time.",
-        "it runs again for each update on the same rollout, though its outputs stay the same.",
-        "its log-probabilities once for each rollout, kept beside the answers; none where their term of the loss has "
-        "the weight 0.",
-    )
+    times = dearest["scored_tokens"] / sequences
+    ns = sum(ns for ns, _ in repeated)
+    return observe(evidence, "repeated-scoring", ns, phase=dearest.name, times=times, its=dearest.ns)
 
 
 def host_phase(evidence: RunEvidence) -> Observation | None:
@@ -236,14 +207,7 @@ def host_phase(evidence: RunEvidence) -> Observation | None:
             codes[code] += spent_ns
     where = f", mostly in {codes.most_common(1)[0][0]}" if codes else ""
     ns = sum(ns for ns, _ in hosts)
-    return Observation(
-        ns,
-        f"{which} took {evidence.share(max(hosts)[0])} of the time, and nothing was counted in it"
-        f"{where}: the devices wait for the host.",
-        "rewards, checks or texts are computed on the host, one after the other; or a model runs there that is not "
-        "counted.",
-        "several processes for it, and the next rollout or the reference meanwhile; count(...) for a model in it.",
-    )
+    return observe(evidence, "host-phase", ns, phase=which, its=max(hosts)[0], where=where)
 
 
 def rest_without_work(evidence: RunEvidence) -> int:
@@ -268,25 +232,11 @@ def no_overlap(evidence: RunEvidence) -> Observation | None:
     # At once, a step lasts as long as the busier of the two.
     busy_ns = min(dearest.busy_ns, evidence.duration_ns)
     idle_ns = evidence.duration_ns - busy_ns
-    waits = evidence.share(dearest.ns)
-    of_devices = f"its {dearest.num_devices} devices" if dearest.num_devices > 1 else "its device"
+    values = {"its": dearest.ns, "phase": dearest.name, "busy": busy_ns, "idle": idle_ns}
     # Overlap gains nothing if the phase's devices never stand still; more devices do.
     if busy_ns >= _BUSY * evidence.duration_ns:
-        return Observation(
-            dearest.ns,
-            f"the loop waited {waits} of the time for the phase '{dearest.name}', and {of_devices} worked "
-            f"{evidence.share(busy_ns)} of it.",
-            "the phase takes longer than all else in the step, which it overlaps with.",
-            "more of the devices for it and fewer for the update, shorter answers, or fewer of them.",
-        )
-    return Observation(
-        min(dearest.ns, idle_ns),
-        f"the loop waited {waits} of the time for the phase '{dearest.name}', and {of_devices} stood still for "
-        f"{evidence.share(idle_ns)} of it: each waits for the other.",
-        "the update begins when the rollout has ended, and the next rollout when the update has.",
-        "the rollout of the next step during this one's update, with weights that are one step old; or both on the "
-        "same devices.",
-    )
+        return observe(evidence, "no-overlap/busy", dearest.ns, **values)
+    return observe(evidence, "no-overlap", min(dearest.ns, idle_ns), **values)
 
 
 def samples(evidence: RunEvidence) -> Observation | None:
@@ -297,13 +247,7 @@ def samples(evidence: RunEvidence) -> Observation | None:
     if not 0 < sampled < _LEARNT * trained:
         return None
     ns = sum(total.ns for total in totals if total["prefills"])
-    return Observation(
-        ns,
-        f"{sampled / evidence.num_steps:,.0f} tokens a step are read and sampled for {evidence.share(ns)} of the time, "
-        f"and {trained / evidence.num_steps:,.0f} are trained on, which are others.",
-        "samples to look at, or an evaluation that generates, are made in the step.",
-        "samples every some hundred steps, within `with meter.away('evaluation')`.",
-    )
+    return observe(evidence, "samples-in-step", ns, sampled=sampled)
 
 
 # Answers differ in length, rewards take their time and servers are waited for in every loop; a tenth is more.

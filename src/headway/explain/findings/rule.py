@@ -1,14 +1,19 @@
 """A rule of findings: one cause of lost time, and its observers in a trace and in the records of a run."""
 
+import tomllib
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum, IntEnum
+from functools import cache
+from pathlib import Path
 from statistics import median_low
+from string import Formatter
 from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from headway.explain.findings.evidence import Evidence, RunEvidence, StepEvidence
-from headway.report import format_duration
+from headway.report import format_duration, format_ms, format_share
 
 EvidenceKind = TypeVar("EvidenceKind", bound=Evidence[Any])
 
@@ -52,6 +57,54 @@ class Observation(NamedTuple):
     by_step: Mapping[int, float] = MappingProxyType({})
     when: str = ""  # steps of what costs no time, such as "from step 380"
     once: str = ""  # words for it where it came once or twice, with {} for how long it took at which step
+
+
+_FIELDS = ("seen", "why", "next", "setting", "once")  # sentences of a finding
+
+
+class _Values(Formatter):
+    """Writes the values of a sentence; of the steps of an evidence, where shares of their time are among them."""
+
+    def __init__(self, evidence: Evidence[Any]) -> None:
+        self._evidence = evidence
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        """Write a value: a time as a `share` of the steps', as `time` or as `ms`, a fraction as `part`, `a_step`."""
+        match format_spec:
+            case "share":
+                return self._evidence.share(value)
+            case "part":
+                return format_share(value)
+            case "a_step":
+                return f"{value / self._evidence.num_steps:,.0f}"
+            case "time":
+                return format_duration(value / 1e9)
+            case "ms":
+                return format_ms(value)
+        return format(value, format_spec)
+
+
+@cache
+def sentences(name: str) -> Mapping[str, str]:
+    """Sentences of a rule, or of a kind of what it sees: "small-gemms/loop" (`sentences.toml`)."""
+    table = tomllib.loads(Path(__file__).with_name("sentences.toml").read_text("utf-8"))
+    return {**table[name.partition("/")[0]], **table[name]}
+
+
+def observe(evidence: Evidence[Any], name: str, ns: float, /, **values: Any) -> Observation:
+    """Make an observation of the sentences of a name and the values in them, among which are `by_step` and `when`."""
+    row = dict(sentences(name))
+    if isinstance(evidence, RunEvidence) and "seen_in_records" in row:
+        row["seen"] = row["seen_in_records"]
+    words = [_Values(evidence).vformat(row.get(key, ""), (), {"ns": ns, **values}) for key in _FIELDS]
+    message, cause, advice, setting, once = words
+    by_step, when = values.get("by_step", MappingProxyType({})), values.get("when", "")
+    return Observation(ns, message, cause, advice, setting, by_step=by_step, when=when, once=once)
+
+
+def most_common(names: Counter[str], otherwise: str = "the model") -> str:
+    """Name that has the most, of those that are known."""
+    return next((name for name, _ in names.most_common() if name), otherwise)
 
 
 _COMES_AGAIN = 3  # steps in which a thing must have come to be told as what comes again

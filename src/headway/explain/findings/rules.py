@@ -23,6 +23,7 @@ from headway.explain.findings.rule import (
     RuleObserver,
     TimeOf,
     as_it_came,
+    observe,
 )
 from headway.explain.measurement import MATMUL
 from headway.report import format_ms
@@ -35,11 +36,6 @@ LEAST = 0.20  # part of the steps from which a loss without a named cause is a f
 _NO_LOSS = ("useful", MATMUL, "ceiling")
 _OF_KERNELS = ("memory", "optimizer", "unexplained", f"{SLOW}.")  # lines whose time is operators' alone
 _COVERED = 0.25  # part of a loss from which other findings explain it
-_NOT_KNOWN_MESSAGE = "not known: the trace holds no evidence of one."
-_IDLE_HINT = (
-    "the trace in https://ui.perfetto.dev at the longest gap; a profile with stacks (with_stack=True, or "
-    "headway.profile) names what the host did."
-)
 
 
 def find(steps: StepEvidence | None = None, run: RunEvidence | None = None) -> tuple[Finding, ...]:
@@ -111,7 +107,7 @@ def _finding(
 ) -> Finding:
     """Make the finding of an observation: its loss as a share of a time, and MFU with and without it."""
     mfu_ns = evidence.full_ns + beside_ns  # MFU is that of the steps as they were measured
-    lost_ns, useful_ns, mfu_to = min(max(round(lost_ns), 0), total_ns), evidence.useful_ns, None
+    lost_ns, useful_ns, mfu_to = max(round(lost_ns), 0), evidence.useful_ns, None
     # Losses of findings at these places are bounds.
     is_promise = place not in (FindingPlace.VAGUE, FindingPlace.UNEXPLAINED)
     if is_promise and useful_ns is not None and 0 < lost_ns < total_ns:
@@ -144,23 +140,18 @@ def largest_loss(evidence: StepEvidence, covered: Collection[tuple[str, int]]) -
     named_ns = sum(loss for line, loss in covered if key.startswith(line))
     if ns < LEAST * evidence.duration_ns or named_ns >= _COVERED * ns:
         return None
-    rows = [str(Argument("by", example=example)) for example in ("module", "kernel", "gemm")]
-    by_hint = f"`headway explain` with {rows[0]}, {rows[1]} or {rows[2]}, which divides the same step further."
+    options = {f"by_{by}": Argument("by", example=by) for by in ("module", "kernel", "gemm")}
     if key.startswith("idle"):
-        facts, hint = _gaps(evidence, key), _IDLE_HINT
+        facts = _gaps(evidence, key)
     elif key.startswith(f"{SLOW}."):
-        facts, hint = f"most of it in {dearest_parts(evidence, MATMUL)} of all products", by_hint
+        facts = f"most of it in {dearest_parts(evidence, MATMUL)} of all products"
     else:
-        facts, hint = f"most of it in {dearest_parts(evidence, key.partition('.')[0])}", by_hint
+        facts = f"most of it in {dearest_parts(evidence, key.partition('.')[0])}"
     name = NAMES.get(key) or f"{SLOW}: {key.removeprefix(f'{SLOW}.')}"
     if evidence.is_cpu:
         name = name.replace("kernels", "operators").replace("idle: host late (launches)", "Python between operators")
-    return Observation(
-        ns,
-        f"the largest loss is {name}, {evidence.share(ns)} of the time; {facts}.",
-        _NOT_KNOWN_MESSAGE,
-        hint,
-    )
+    kind = "/idle" * key.startswith("idle")
+    return observe(evidence, f"largest-loss{kind}", ns, name=name, facts=facts, **options)
 
 
 def _gaps(evidence: StepEvidence, key: str) -> str:

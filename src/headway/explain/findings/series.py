@@ -11,23 +11,12 @@ import numpy as np
 from headway.explain.attribution import Phase
 from headway.explain.findings.evidence import SHARED, RunEvidence, RunStep
 from headway.explain.findings.pauses import chore
-from headway.explain.findings.rule import FindingPlace, Observation, Rule, RuleObserver, TimeOf
+from headway.explain.findings.rule import FindingPlace, Observation, Rule, RuleObserver, TimeOf, observe
 from headway.report import format_duration, format_share
 
 FALLING = "falling-rate"
-FALLING_CAUSE = (
-    "clocks that fall as the device grows warm or its power is capped, memory that is cut into ever smaller pieces, "
-    "experts whose load grows uneven, or a host that does more each step (logs, lists that grow)."
-)
-FALLING_HINT = (
-    "nvidia-smi dmon, which shows clocks, power and temperature; and a run that begins at the last checkpoint: if that "
-    "is fast again, it is not the weights."
-)
 _FEWEST, _LEAST_CHANGE, _MOST_STRAY = 6, 1.25, 0.1  # steps of a part; ratio of the parts; steps on the wrong side
 _MOST_SKIPPED = 0.01  # part of the steps; a dynamic loss scale tries a larger value every one or two thousand steps
-_PROFILE = "a profile (run.profile of `headway train`, `headway.profile` in other loops)"
-
-
 CHANGED = "changed-speed"
 _MOST_STAGES = 8  # stages of a run; sources that come and go more often are a mixture
 
@@ -52,26 +41,19 @@ def _speed_change(evidence: RunEvidence, *, is_slower: bool) -> Observation | No
     # Another change at the same step is the likely cause; without one the cause lies outside of the loop.
     steps = [step for _, step in before], [step for _, step in after]
     differences, alike = _differences(*steps)
-    first, last, at = steps[0][0].step, steps[1][-1].step, steps[1][0].step
-    message = (
-        f"since about step {at} (of {first} to {last}) steps take {factor:.1f} times as long for the same work"
-        if is_slower
-        else f"until about step {at} (of {first} to {last}) steps took {factor:.1f} times as long for the same work"
+    changes = f"; {_list(differences)} changed there" if differences else ""
+    changes += f"; {_list(alike)} did not change" if alike else ""
+    return observe(
+        evidence,
+        "/".join(filter(None, [CHANGED, " ".join(["faster"] * (not is_slower) + ["loop"] * bool(differences))])),
+        sum(step.duration_ns * (1 - rate / fast) for rate, step in slow),
+        first=steps[0][0].step,
+        last=steps[1][-1].step,
+        at=steps[1][0].step,
+        factor=factor,
+        changes=changes + _slower_part(*(steps if is_slower else steps[::-1])),
+        differences=_list(differences),
     )
-    message += f"; {_list(differences)} changed there" if differences else ""
-    message += f"; {_list(alike)} did not change" if alike else ""
-    message += _slower_part(*(steps if is_slower else steps[::-1]))
-    cause, advice = (
-        (f"{_list(differences)}, which changed at that step.", "a run with what it was before.")
-        if differences
-        else (
-            "something outside of the loop: another process on the same device or cores, a device that lowers its "
-            "clocks, a storage or network that others use as well.",
-            "other processes, clocks and temperature (nvidia-smi dmon, top); and a run that begins at the last "
-            "checkpoint: if that is fast again, it was the machine.",
-        )
-    )
-    return Observation(sum(step.duration_ns * (1 - rate / fast) for rate, step in slow), f"{message}.", cause, advice)
 
 
 def _rated(evidence: RunEvidence) -> list[tuple[float, RunStep]]:
@@ -195,15 +177,14 @@ def unstable(evidence: RunEvidence) -> Observation | None:
     if sum(before != after for before, after in pairwise(sides)) < 2:
         return None
     slowest, fastest = min(rated, key=lambda pair: pair[0])[1], max(rated, key=lambda pair: pair[0])[1]
-    return Observation(
+    return observe(
+        evidence,
+        "unstable-steps",
         sum(step.duration_ns * (1 - rate / high) for rate, step in rated),
-        f"the slowest steps take {high / low:.1f} times as long for the same work as the fastest, such as step "
-        f"{slowest.step} beside step {fastest.step}{_alike(evidence)}.",
-        "something comes and goes that is not the counted work: where shapes vary from step to step, as with images "
-        "of any size, modules that are compiled again for each new shape, or a search for kernels (cudnn.benchmark); "
-        "otherwise a batch that comes late, work that is not counted, or another process on the machine.",
-        f"{_PROFILE} over a fast and a slow step, and TORCH_LOGS=recompiles, which names guards that fail; against "
-        "those: dimensions marked as dynamic, sizes rounded up to a few, less that is compiled (speed.compile).",
+        times=high / low,
+        slowest=slowest.step,
+        fastest=fastest.step,
+        alike=_alike(evidence),
     )
 
 
@@ -220,13 +201,9 @@ def slow_now_and_then(evidence: RunEvidence) -> Observation | None:
     strides = {after - before for before, after in pairwise(numbers)}
     every = f", every {strides.pop()} steps" if len(numbers) > 2 and len(strides) == 1 else ""
     examples = ", ".join(map(str, numbers[:5])) + (f" and {len(numbers) - 5} more" if numbers[5:] else "")
-    return Observation(
-        sum(step.duration_ns * (1 - rate / usual) for rate, step in slow),
-        f"{len(slow)} of {len(rated)} steps took more than twice the usual time for their work{every}: {examples}.",
-        "something that is not part of every step: a checkpoint or an evaluation within it, garbage collection of "
-        "Python, a shard of data that is opened, the allocator that begins anew.",
-        f"{_PROFILE} with one of these steps in its window.",
-    )
+    ns = sum(step.duration_ns * (1 - rate / usual) for rate, step in slow)
+    values = {"number": len(slow), "all": len(rated), "every": every, "steps": examples}
+    return observe(evidence, "slow-steps", ns, **values)
 
 
 def drift(evidence: RunEvidence) -> Observation | None:
@@ -242,13 +219,9 @@ def drift(evidence: RunEvidence) -> Observation | None:
     # Medians of thirds of a steady run agree within 1 %; a fall that goes on and exceeds the scatter is no accident.
     if not (first > middle > last and first - last > max(0.03 * first, 3 * scatter)):
         return None
-    return Observation(
-        sum(step.duration_ns * (1 - rate / first) for rate, step in rated),
-        f"the rate of the work fell by {format_share(1 - last / first)} from step {rated[0][1].step} to step "
-        f"{rated[-1][1].step}, without a break.",
-        FALLING_CAUSE,
-        FALLING_HINT,
-    )
+    ns = sum(step.duration_ns * (1 - rate / first) for rate, step in rated)
+    steps = {"first": rated[0][1].step, "last": rated[-1][1].step}
+    return observe(evidence, FALLING, ns, fall=1 - last / first, **steps)
 
 
 def first_steps(evidence: RunEvidence) -> Observation | None:
@@ -264,13 +237,8 @@ def first_steps(evidence: RunEvidence) -> Observation | None:
     if not evidence.is_timed:
         ratios = ", ".join(f"{step.duration_ns / usual_ns:.1f}" for step in first[:3])
         comparison = f"{ratios} times as long as the others"
-    return Observation(
-        sum(step.duration_ns - usual_ns for step in first),
-        f"{which} of {len(evidence.steps)} took {comparison}.",
-        "start-up: compiling, the first use of each kernel, the allocator, workers that fill their queues.",
-        "nothing in a long run, which is to be judged by its later steps; in many short ones, a cache of compiled "
-        "code that is kept (TORCHINDUCTOR_CACHE_DIR).",
-    )
+    ns, number = sum(step.duration_ns - usual_ns for step in first), len(evidence.steps)
+    return observe(evidence, "first-steps", ns, which=which, took=comparison, all=number)
 
 
 def compiled_again(evidence: RunEvidence) -> Observation | None:
@@ -281,14 +249,7 @@ def compiled_again(evidence: RunEvidence) -> Observation | None:
     # Two or three are the usual ones: the first other shape, then dynamic shapes. More grow with the run.
     if len(again) < 4 or len(again) < 0.05 * len(every):
         return None
-    return Observation(
-        compile_ns,
-        f"{len(again)} of {len(every)} records have steps that compiled something again, the last one step "
-        f"{again[-1]}; compiling took {format_duration(compile_ns / 1e9)} in all.",
-        "a size or a flag that compiled code takes for constant changes from step to step.",
-        "`recompile_guards` in metrics.jsonl, which names what failed; speed.recompiles: error ends the run at the "
-        "first one, speed.compile: false compiles nothing.",
-    )
+    return observe(evidence, "recompilation", compile_ns, number=len(again), last=again[-1], all=len(every))
 
 
 def compiling(evidence: RunEvidence) -> Observation | None:
@@ -296,13 +257,7 @@ def compiling(evidence: RunEvidence) -> Observation | None:
     compile_ns = evidence.beside_ns.get("compile", 0)
     if compiled_again(evidence) is not None:  # compiling again has a finding of its own
         return None
-    return Observation(
-        compile_ns,
-        f"compiling took {format_duration(compile_ns / 1e9)}, the steps {format_duration(evidence.duration_ns / 1e9)}.",
-        "the run is short for what compiling costs.",
-        "nothing if it goes on for long; otherwise speed.compile: false, or a cache of compiled code that is kept "
-        "(TORCHINDUCTOR_CACHE_DIR).",
-    )
+    return observe(evidence, "compiling", compile_ns, steps=evidence.duration_ns)
 
 
 def memory_limit(evidence: RunEvidence) -> Observation | None:
@@ -310,14 +265,7 @@ def memory_limit(evidence: RunEvidence) -> Observation | None:
     memory = max((step.memory_share or 0.0 for step in evidence.steps), default=0.0)
     if memory < 0.95:  # the rest goes to libraries, and to pieces too small for a request
         return None
-    return Observation(
-        0,
-        f"peak memory is {format_share(memory)} of the device's.",
-        "a step that needs a little more fails, and an allocator near its limit frees and asks again, which waits for "
-        "the device.",
-        "`headway train --dry-run`, which shows what holds it; speed.recompute, smaller packs (data.tokens_per_pack) "
-        "or more shards make room.",
-    )
+    return observe(evidence, "memory-limit", 0, memory=memory)
 
 
 def far_from_compute(evidence: RunEvidence) -> Observation | None:
@@ -330,15 +278,8 @@ def far_from_compute(evidence: RunEvidence) -> Observation | None:
     if useful_ns is None or useful_ns / evidence.duration_ns >= 0.05:
         return None
     mfu = useful_ns / evidence.duration_ns
-    memory = max(step.memory_share or 0.0 for step in evidence.steps)
-    full = f", with {format_share(memory)} of the device's memory in use" if memory else ""
-    return Observation(
-        evidence.duration_ns - 5 * useful_ns - sum(step.waited_ns for step in evidence.steps),
-        f"MFU is {_mfu(mfu)}{full}: kernels at a fifth of the peak would take {format_share(5 * mfu)} of the time.",
-        "the device waits most of the time, for data, for the host (Python, launches, synchronisation, compiling) or "
-        "for other ranks, or runs kernels without FLOPs; faster products would not help.",
-        f"{_PROFILE}, which tells these apart; or some steps of one batch repeated: if they are fast, it was the data.",
-    )
+    ns = evidence.duration_ns - 5 * useful_ns - sum(step.waited_ns for step in evidence.steps)
+    return observe(evidence, "not-compute-bound", ns, mfu=_mfu(mfu), least=5 * mfu)
 
 
 def broken_losses(evidence: RunEvidence) -> Observation | None:
@@ -354,15 +295,7 @@ def broken_losses(evidence: RunEvidence) -> Observation | None:
     if not stays and len(broken) > 1:
         when = f"in {len(broken):,} of {len(lines):,} lines, first at step {first:,}"
     until = f", to step {last:,}, the last" if stays and len(broken) > 1 else ""
-    return Observation(
-        0,
-        f"loss is {kind} {when}{until}.",
-        "numbers overflow: a learning rate that is too high, float16 without a loss scale, a division by zero in the "
-        "loss (a batch without labels), or a batch with broken values.",
-        f"the last checkpoint before step {first:,}, with the same batches: torch.autograd.set_detect_anomaly(True) "
-        "names the operator; then a lower learning rate, a longer warm-up, or clipping.",
-        when=when,
-    )
+    return observe(evidence, "loss-not-finite", 0, when=when, kind=kind, until=until, step=first)
 
 
 def broken_gradients(evidence: RunEvidence) -> Observation | None:
@@ -373,26 +306,15 @@ def broken_gradients(evidence: RunEvidence) -> Observation | None:
         return None  # gradients of a broken loss have no cause of their own
     if broken:
         when = f"in {len(broken):,} of {len(lines):,} lines, first at step {broken[0]:,}"
-        return Observation(
-            0,
-            f"the gradients' norm is NaN or infinite {when}.",
-            "gradients overflow, in float16 or in a step whose loss is not finite; an update by them breaks weights.",
-            "bfloat16, or a loss scale; updates by such gradients left out; the batches of these steps.",
-            when=when,
-        )
+        return observe(evidence, "unstable-gradients/broken", 0, when=when)
     if len(lines) < 4 * _FEWEST:
         return None
     usual, end = (median(norm for _, norm in part) for part in (lines, lines[-max(3, len(lines) // 10) :]))
     if end <= 10 * usual or usual <= 0:
         return None
     step = next(step for step, norm in lines if norm > 10 * usual)
-    return Observation(
-        0,
-        f"the gradients' norm is {end:.3g} at the end and was {usual:.3g} in the median, tenfold since step {step:,}.",
-        "training diverges: a learning rate that is too high, or data of another kind.",
-        "a lower learning rate or clipping, from the last checkpoint before that step.",
-        when=f"from step {step:,} on",
-    )
+    values = {"end": end, "usual": usual, "step": step}
+    return observe(evidence, "unstable-gradients", 0, when=f"from step {step:,} on", **values)
 
 
 def rising_loss(evidence: RunEvidence) -> Observation | None:
@@ -409,14 +331,8 @@ def rising_loss(evidence: RunEvidence) -> Observation | None:
         return None
     middle = (levels[-1] + levels[lowest]) / 2
     step = next(step for step, loss in lines[lowest:] if loss > middle)
-    return Observation(
-        0,
-        f"loss rose from {levels[lowest]:.4g} (about step {lines[lowest][0]:,}) to {levels[-1]:.4g} at the end; it was "
-        f"above the middle first at step {step:,}.",
-        "training diverges (a learning rate that is too high), or the data changed there.",
-        "the last checkpoint before that step, with a lower learning rate, or other data there.",
-        when=f"from about step {step:,} on",
-    )
+    values = {"low": levels[lowest], "first": lines[lowest][0], "end": levels[-1], "step": step}
+    return observe(evidence, "rising-loss", 0, when=f"from about step {step:,} on", **values)
 
 
 def skipped_updates(evidence: RunEvidence) -> Observation | None:
@@ -427,13 +343,8 @@ def skipped_updates(evidence: RunEvidence) -> Observation | None:
     if count < max(2, _MOST_SKIPPED * num_steps):
         return None
     first = skipping[0].step
-    return Observation(
-        0,
-        f"{count:,} updates were left out, the first by step {first:,}: the weights learn nothing from these steps.",
-        "gradients that are not finite: in float16 the loss scale falls until they are; otherwise the loss overflows.",
-        "the loss scale (it should stay above 1), bfloat16, a lower learning rate, and the batches of these steps.",
-        when=f"{count:,} times, first by step {first:,}",
-    )
+    when = f"{count:,} times, first by step {first:,}"
+    return observe(evidence, "skipped-updates", 0, when=when, number=count, step=first)
 
 
 def _alike(evidence: RunEvidence) -> str:
