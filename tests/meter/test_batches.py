@@ -21,6 +21,16 @@ CASES = {
     "embeddings instead of ids": ({"inputs_embeds": torch.zeros(2, 6, 8)}, Workload([6, 6])),
     "a padding mask": ({"input_ids": IDS, "attention_mask": MASK}, Workload([4, 6], slots=12)),
     "padding on the left": ({"input_ids": IDS, "attention_mask": MASK.flip(1)}, Workload([4, 6], slots=12)),
+    "a mask without padding": ({"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}, Workload([6, 6])),
+    "a mask of booleans": ({"input_ids": IDS, "attention_mask": MASK > 0}, Workload([4, 6], slots=12)),
+    "padding in the middle of a row": (
+        {"input_ids": IDS[:1], "attention_mask": torch.tensor([[1, 1, 0, 0, 1, 1]])},
+        Workload([4], slots=6),
+    ),
+    "segments numbered up to the last slot": (
+        {"input_ids": IDS[:1], "attention_mask": torch.tensor([[1, 1, 2, 2, 2, 2]])},
+        Workload([2, 4]),
+    ),
     "segments numbered in the mask": (
         {"input_ids": IDS[:1], "attention_mask": torch.tensor([[1, 1, 2, 2, 2, 0]])},
         Workload([2, 3], slots=6),
