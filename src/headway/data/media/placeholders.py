@@ -227,6 +227,8 @@ class Tokeniser:
                     "their own, and the chat template must write one placeholder for each.",
                     where=where,
                 )
+        if not any(written.get(kind) for kind in self.words):  # a search for nothing still reads the whole text
+            return text, [], [0], [], []
         # The text with each placeholder replaced by the processor's words, its runs cut to one token each.
         pieces, ends, shifts, counts, inside, last = [], [], [0], [], [], 0
         waiting = {kind: iter(written.get(kind, ())) for kind in self.words}
