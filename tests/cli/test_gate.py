@@ -76,8 +76,8 @@ def test_memory_is_held_to_what_it_was(headway, runs):
         ("step>-5%", "would hold for two equal runs"),
         ("mfu<-0%", "would hold for two equal runs"),
         ("goodness<-5%", "Write a metric (mfu, tokens/s, step, memory)"),
-        ("mfu<-5", "is no condition"),
-        ("__import__('os')", "is no condition"),
+        ("mfu<-5", "is not a condition"),
+        ("__import__('os')", "is not a condition"),
     ],
 )
 def test_a_condition_that_is_none_is_refused(headway, runs, condition, words):

@@ -109,7 +109,7 @@ def test_the_quarantine_names_what_was_skipped(headway, chats, model, tmp_path):
         (("CHATS", "--model", "./nothing"), 2, "no model folder or config.json at './nothing'"),
         (("CHATS", "--model", "MODEL", "--on-bad", "ignore"), 2, "--on-bad 'ignore' is neither error nor skip"),
         (("CHATS", "--model", "MODEL", "--schema", "xml"), 2, "'xml'"),
-        (("CHATS", "--model", "MODEL", "--workers", "-1"), 2, "--workers -1 is no number of processes"),
+        (("CHATS", "--model", "MODEL", "--workers", "-1"), 2, "--workers -1 is not a number of processes"),
         (("CHATS", "--model", "MODEL", "--quarantine", "bad.jsonl"), 2, "bad.jsonl would stay empty"),
     ],
 )

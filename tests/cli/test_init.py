@@ -101,7 +101,7 @@ def test_text_alone_makes_a_text_model_and_several_files_a_mixture(headway, ques
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--size", "much"), "--size 'much' is no number of parameters"),
+        (("--size", "much"), "--size 'much' is not a number of parameters"),
         (("--like", "qwen33"), "--like 'qwen33' is no model type of the installed transformers. Did you mean qwen3"),
         (
             ("--like", "llava"),

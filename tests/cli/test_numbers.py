@@ -57,10 +57,10 @@ def test_what_stands_behind_two_dashes_and_values_of_other_options_stay(headway)
         (("plan", "qwen3-8b", "--price", "2,5"), "--price '2,5' is not a number: the comma of 2,5 may stand before"),
         (("plan", "qwen3-8b", "--tokens", "100m"), "--tokens '100m' is not a number: 100m may be millions or"),
         (("plan", "qwen3-8b", "--devices", "50%"), "--devices '50%' is not a whole number: 50% is a share, but this"),
-        (("plan", "qwen3-8b", "--device", "H100", "--scale", "8,x"), "'x' is no number of devices"),
+        (("plan", "qwen3-8b", "--device", "H100", "--scale", "8,x"), "'x' is not a number of devices"),
         (
             ("tune", "RECIPE", "--memory", "40G"),
-            "--memory '40G' is no size: 40G may mean units of 1000 or of 1024. Write 40GB",
+            "--memory '40G' is not a size: 40G may mean units of 1000 or of 1024. Write 40GB",
         ),
         (("flops", "qwen3-8b", "--segments", "4k*2x"), "'2x' is not a whole number. Write, for example,"),
         (("flops", "qwen3-8b", "--segments", "4k", "--lora", "1.5"), "--lora '1.5' is not RANK or RANK:TARGETS"),

@@ -531,7 +531,7 @@ def test_many_shards_of_few_rows_are_told(headway):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--scale", "8,many"), "'many' is no number of devices"),
+        (("--scale", "8,many"), "'many' is not a number of devices"),
         (("--scale", "8", "--devices", 8), "--devices 8 is for one size"),
         (("--mtbf", 1000), "--mtbf 1000 cannot take effect without --scale"),
         (("--scale", "8", "--save", 3), "--save 3 cannot take effect without --mtbf"),

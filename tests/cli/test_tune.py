@@ -87,8 +87,8 @@ def test_what_was_measured_is_shown_and_ranks_again(tune, monkeypatch, tmp_path)
     [
         (("--memory", "1GiB"), 2, "choices fits 1.0 GiB on each of 4 devices. The least that was found takes"),
         (("--memory", "500GiB"), 2, "is more than the 140.4 GiB that NVIDIA H200 has"),
-        (("--memory", "lots"), 2, "--memory 'lots' is no size"),
-        (("--tokens-per-step", "2M or so"), 2, "is no number of tokens with a tolerance"),
+        (("--memory", "lots"), 2, "--memory 'lots' is not a size"),
+        (("--tokens-per-step", "2M or so"), 2, "is not a number of tokens with a tolerance"),
         (("--tokens-per-step", "131072 +-0.0001%"), 2, "ranks x accumulation x packing length must come near"),
         (("--measure", 2), 1, "one of them is missing"),
         (("--steps", 2), 2, "--steps 2 cannot take effect without --measure"),

@@ -101,14 +101,14 @@ ERRORS = [  # a call in Python, a command that meets the same mistake, and how e
     (
         lambda: sizes_of("8,x"),
         ["plan", "r.yaml", "--device", "H100", "--scale", "8,x"],
-        "scale='8,x': 'x' is no number of devices.",
-        "--scale 8,x: 'x' is no number of devices.",
+        "scale='8,x': 'x' is not a number of devices.",
+        "--scale 8,x: 'x' is not a number of devices.",
     ),
     (
         lambda: load_config(Path("r.yaml"), ("optim.lr",)),
         ["plan", "r.yaml", "--set", "optim.lr"],
-        "overrides 'optim.lr' is no assignment.",
-        "--set 'optim.lr' is no assignment.",
+        "overrides 'optim.lr' is not an assignment.",
+        "--set 'optim.lr' is not an assignment.",
     ),
     (
         lambda: read_log(LOG, "a.log", resumed_at=3),

@@ -108,7 +108,7 @@ def test_set_lays_a_yaml_value_over_the_file(minimal, override, read, expected):
         ("eval.every=10", "data.eval names no file"),
         (
             "speed.recompute=half",
-            "'half' is not none, full, every:N, one of these of a tower (language, vision, audio) as",
+            "'half' is not none, full, every:N, one of these for a tower (language, vision, audio) as",
         ),
         ("speed.recompute=visual:full", "'visual:full' is not none, full, every:N"),
         ("speed.recompute=vision:attention", "'vision:attention' is not none, full, every:N"),
@@ -117,7 +117,7 @@ def test_set_lays_a_yaml_value_over_the_file(minimal, override, read, expected):
         ("speed.recompute=full,-experts", "'full,-experts' is not none, full"),
         ("speed.recompute=memory:40", "units are KiB, MiB, GiB, TiB, KB, MB, GB, TB"),
         ("speed.compile=inductor", "speed.compile = 'inductor': give true, false or auto"),
-        ("optim.lr", "is no assignment. Write section.key=value"),
+        ("optim.lr", "is not an assignment. Write section.key=value"),
         ("data.train.5.path=x", "data.train has items 0 to 0, and no '5'"),
         ("optim.lr.x=1", "optim.lr is '1e-3', which has no"),
         ("optim.lr=[1", "is not YAML"),

@@ -127,5 +127,5 @@ def test_no_lengths_are_refused():
 def test_sizes_are_read():
     assert sizes_of("8, 64,8") == (8, 64)
     for text in ("8,", "0", "x", "8,-1", "9999999"):
-        with pytest.raises(PlanError, match="is no number of devices"):
+        with pytest.raises(PlanError, match="is not a number of devices"):
             sizes_of(text)

@@ -137,8 +137,8 @@ def _demo_of(name: str) -> Demo:
         demos |= brought
     if name not in demos:
         raise UsageError(
-            f"There is no demo {name!r} here, but {', '.join([*demos, _DATA])}. If a plug-in brings it, install that "
-            "first."
+            f"There is no demo {name!r}. Here are {', '.join([*demos, _DATA])}. If a plug-in brings the demo, install "
+            "the plug-in."
         )
     return demos[name]
 

@@ -53,7 +53,7 @@ def parse_condition(text: str) -> Condition:
     match = _CONDITION.fullmatch(text)
     if match is None or match[1] not in METRICS:
         raise UsageError(
-            f"--fail-if {text[:80]!r} is no condition. Write a metric ({', '.join(METRICS)}) and its change against "
+            f"--fail-if {text[:80]!r} is not a condition. Write a metric ({', '.join(METRICS)}) and its change against "
             f"the first run, such as {_EXAMPLES}."
         )
     bound = float(match[3]) / 100

@@ -97,7 +97,7 @@ def index(
     if on_bad not in ("error", "skip"):
         raise UsageError(f"--on-bad {on_bad!r} is neither error nor skip.")
     if workers is not None and workers < 0:
-        raise UsageError(f"--workers {workers} is no number of processes. Give 0 or more.")
+        raise UsageError(f"--workers {workers} is not a number of processes. Give 0 or more.")
 
     policy = BadSamples("skip" if on_bad == "skip" else "error", limit=None, fraction=None, quarantine=quarantine)
     options: dict[str, Any] = {"schema": schema, "root": root, "allow_remote": allow_remote}

@@ -130,6 +130,6 @@ def _parameters(text: str) -> int:
     count = round(parse_number(text, whole=True) or 0)
     if not _LEAST <= count <= _MOST:
         raise UsageError(
-            f"--size {text[:40]!r} is no number of parameters from {_LEAST:,} to {_MOST:,}. Write 1M, 30M or 0.5B."
+            f"--size {text[:40]!r} is not a number of parameters from {_LEAST:,} to {_MOST:,}. Write 1M, 30M or 0.5B."
         )
     return count

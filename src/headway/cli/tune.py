@@ -301,8 +301,8 @@ def _room(memory: str | None, device: "Device | None") -> int | None:
     if not size:
         why = doubt(memory[:40], "bytes")
         raise UsageError(
-            f"--memory {memory[:40]!r} is no size{f': {why}' * bool(why)}. Write a number and a unit, such as 70GiB; "
-            f"units are {', '.join(SIZE_UNITS)}."
+            f"--memory {memory[:40]!r} is not a size{f': {why}' * bool(why)}. Write a number and a unit, such as "
+            f"70GiB. Units are {', '.join(SIZE_UNITS)}."
         )
     if limit is not None and size > limit and device is not None:
         raise PlanError(

@@ -222,7 +222,7 @@ class SpeedConfig(Section):
     def _recompute_is_understood(cls, recompute: str) -> str:
         if not is_for_training(recompute) and _size(recompute) is None:
             raise ValueError(
-                f"{recompute!r} is not none, full, every:N, one of these of a tower ({', '.join(towers())}) as "
+                f"{recompute!r} is not none, full, every:N, one of these for a tower ({', '.join(towers())}) as "
                 f"vision:full, any with {', '.join(f',-{kind}' for kind in KINDS)} behind it, or memory:SIZE with a "
                 f"size such as 40GiB; units are {', '.join(SIZE_UNITS)}"
             )

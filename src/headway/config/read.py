@@ -390,7 +390,7 @@ def _assign(raw: dict[str, Any], override: str) -> None:
     if not equals or not all(keys):
         raise ConfigError(
             Argument("overrides"),
-            f" {override!r} is no assignment. Write section.key=value, such as optim.lr=1e-3.",
+            f" {override!r} is not an assignment. Write section.key=value, such as optim.lr=1e-3.",
             value=override,
         )
     try:

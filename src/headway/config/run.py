@@ -145,7 +145,7 @@ class PlanConfig(Section):
     engine: str = Field(
         default="headway",
         description="Engine that runs the recipe: headway, or another tool's with its kernels and rates, such as "
-        "megatron or automodel (docs/plan-accuracy.md lists them)",
+        "megatron or automodel (docs/plan.md lists them)",
     )
     assume: list[str] | None = Field(
         default=None,

@@ -160,7 +160,7 @@ def recomputed_blocks(
             longest = max(Counter(name.rpartition(".")[0] for name in names).values(), default=0)
             raise UsageError(
                 f"recompute {choice!r}: {term.text!r} chooses none of the model's {len(names)} blocks. The longest "
-                f"tower has {longest}. Give none, full, every:N, one of these of a tower (vision:full) or names of "
+                f"tower has {longest}. Give none, full, every:N, one of these for a tower (vision:full) or names of "
                 f"blocks. Add {_OF_KINDS} to keep the results of these parts."
             )
         else:
@@ -327,7 +327,7 @@ def _matches(rows: Sequence[Row], term: Term, name: str) -> tuple[set[int], bool
         parts = ", ".join(sorted({row.component for row in rows if row.block})) or "none"
         raise UsageError(
             Argument("recompute", term.text[:80]),
-            f" matches nothing of {name}. Give none, full, reentrant, every:N, one of these of a tower (vision:full), "
+            f" matches nothing of {name}. Give none, full, reentrant, every:N, one of these for a tower (vision:full), "
             f"a pattern of its blocks ({some}, ...) or of modules in them, or a component ({parts}).",
         )
     return hits, False

@@ -72,7 +72,7 @@ def recompute_blocks(
 
     Args:
         model: its blocks are changed in place.
-        choice: none, full, every:N (every N-th block of each tower), one of these of a tower, such as vision:full, or
+        choice: none, full, every:N (every N-th block of each tower), one of these for a tower, such as vision:full, or
             names of blocks, joined by commas; after `,-attention`, `,-projections` and `,-mlp` what these computed is
             kept. In `CostModel.count` each stands for the same operations.
         towers: that the blocks are in, as `CostModel.block_towers`; needed by a choice that names one.

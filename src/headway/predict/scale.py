@@ -58,7 +58,7 @@ def sizes_of(text: str) -> tuple[int, ...]:
         if not isinstance(size, int) or not 1 <= size <= MOST_DEVICES:
             raise PlanError(
                 Argument("scale", text),
-                f": {part.strip()!r} is no number of devices. Write numbers from 1 to {MOST_DEVICES:,} "
+                f": {part.strip()!r} is not a number of devices. Write numbers from 1 to {MOST_DEVICES:,} "
                 "joined by commas, such as 8,64,512.",
             )
         sizes.append(size)

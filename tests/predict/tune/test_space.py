@@ -34,7 +34,7 @@ def test_the_tokens_of_a_step_are_read_with_their_tolerance(text, expected):
 
 @pytest.mark.parametrize("text", ["", "2 MiB", "2M +-0%", "2M +-100%", "2M 5%", "-2M", "0", "two", "9999999G"])
 def test_other_sizes_of_a_step_are_refused(text):
-    with pytest.raises(PlanError, match="is no number of tokens with a tolerance above 0 and below 100 %"):
+    with pytest.raises(PlanError, match="is not a number of tokens with a tolerance above 0 and below 100 %"):
         parse_step_tokens(text)
 
 

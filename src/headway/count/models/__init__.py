@@ -81,7 +81,7 @@ def shipped_name(name: str) -> str | None:
 def nearest(name: str) -> str:
     """Say which shipped names come closest to an unknown one, and which plug-in may bring one of another family."""
     close = difflib.get_close_matches(name.lower(), shipped_models(), n=3, cutoff=0.4)
-    hint = f"Did you mean {' or '.join(close)}?" if close else "`headway models` lists them."
+    hint = f"Did you mean {' or '.join(close)}?" if close else "`headway models` lists the shipped models."
     first = re.match("[a-z]+", name.lower())
     if first is None or any(shipped.startswith(first[0]) for shipped in shipped_models()):
         return hint

@@ -299,7 +299,7 @@ def parse_step_tokens(text: str) -> tuple[int, float]:
     if not 1 <= tokens <= 10**12 or not 0 < tolerance < 1:
         raise PlanError(
             Argument("tokens_per_step"),
-            f" {text[:40]!r} is no number of tokens with a tolerance above 0 and below 100 %. Write "
+            f" {text[:40]!r} is not a number of tokens with a tolerance above 0 and below 100 %. Write "
             "'2M', '2M +-5%' or '131072 +-10%'; k, M and B are thousands, millions and thousands of millions.",
         )
     return tokens, tolerance
