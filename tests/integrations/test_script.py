@@ -64,7 +64,7 @@ def test_a_script_prints_and_ends_as_python_lets_it(ending, is_module, tmp_path)
 def test_a_script_that_is_not_there_is_wrong_use(tmp_path):
     done = start([*COMMAND, "script.py"], tmp_path)
     assert done.returncode == 2
-    assert done.stderr == "Error: there is no script script.py. Check the path; a module needs -m.\n"
+    assert done.stderr == "Error: There is no script script.py. Check the path. A module needs -m.\n"
 
 
 HEAD = """

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 
 HELP = (
-    "/image FILE, /video FILE, /audio FILE  show it with the next question\n"
-    "/system TEXT                           what the model is told first; starts anew\n"
+    "/image FILE, /video FILE, /audio FILE  show the file with the next question\n"
+    "/system TEXT                           set the system message, and start anew\n"
     "/new                                   forget the conversation\n"
     "/quit, Ctrl-D                          end; Ctrl-C stops an answer"
 )
@@ -50,8 +50,9 @@ def chat(
 ) -> None:
     """Talk to a model: an export, adapters, a checkpoint, or a run.
 
-    Answers appear as they are made. /image FILE shows a picture with the next question, /new forgets the conversation,
-    Ctrl-C stops an answer, Ctrl-D ends. From a pipe every line is a question, and answers alone go to stdout.
+    Answers appear as they are made. /image FILE shows a picture with the next question, and /new forgets the
+    conversation. Ctrl-C stops an answer, and Ctrl-D ends the program. If stdin is a pipe, every line is a question, and
+    only answers go to stdout.
 
     Example: headway chat runs/mine
     """
@@ -220,8 +221,8 @@ def generate(
     """Let a model answer one prompt, or every prompt of a file, with transformers' own generation.
 
     The answer to --prompt goes to stdout as text. Answers to --input are JSON lines with the prompt, the answer, its
-    tokens, whether the model ended it itself and, where the data have one, the gold answer. A model without a chat
-    template continues the text. With --image alone the picture is all that is asked, as where folders are classes.
+    number of tokens, whether the model ended the answer, and the gold answer if the data have one. A model without a
+    chat template continues the text. With --image alone, the picture is the question, as in folders of classes.
 
     Example: headway generate runs/mine --prompt "What is this?" --image photo.jpg
     """

@@ -100,8 +100,8 @@ def audit(
 ) -> None:
     """Find out how a log's MFU was counted, recompute it by useful FLOPs, and name the factors of the difference.
 
-    --segments or --splits, --images, --latents and --slots describe a piece of the data, such as one row; without
-    segments a row holds one sample of --seq-len tokens.
+    --segments or --splits, --images, --latents and --slots describe a piece of the data, such as one row. If you give
+    no segments, a row holds one sample of --seq-len tokens.
 
     Example: headway audit train.log --model qwen3-vl-30b-a3b --seq-len 12288 --device H200
     """

@@ -54,7 +54,7 @@ def config(
 ) -> None:
     """Print every setting of `headway train` with its type, unit, default and meaning.
 
-    --json prints the JSON Schema, which editors complete and check YAML files by.
+    --json prints the JSON Schema. Editors complete and check YAML files by this schema.
 
     Example: headway config optim
     """

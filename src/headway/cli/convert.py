@@ -83,8 +83,8 @@ def export(
 ) -> None:
     """Make a Hugging Face folder of a checkpoint: weights, config, generation config, processor and a model card.
 
-    The checkpoint may have been written by any number of processes; one process reads it, layer by layer, so memory for
-    one weight file (5 GB) and one layer is enough. Every file of the checkpoint is checked first.
+    Any number of processes may have written the checkpoint. One process reads the checkpoint layer by layer, so memory
+    for one weight file (5 GB) and one layer is enough. Headway checks every file of the checkpoint first.
 
     Example: headway export runs/mine model/ --push-to-hub me/mine --private
     """

@@ -78,8 +78,8 @@ def demo(
 ) -> None:
     """Train a small vision-language model to read handwritten digits, on a CPU in a few minutes.
 
-    Writes scikit-learn's digits as chat samples and a model folder of about a million parameters, and then does what
-    `headway train recipes/digits.yaml` does.
+    The command writes scikit-learn's digits as chat samples, makes a model folder of about a million parameters, and
+    then trains as `headway train recipes/digits.yaml` does.
 
     Example: headway demo data --folder digits
     """

@@ -35,7 +35,7 @@ _DTYPE_COLUMNS = ("bf16", "fp8", "fp4", "tf32", "fp32", "int8")
 def devices(
     name: Annotated[
         str | None,
-        typer.Argument(metavar="NAME", help="What a driver reports, a short name (H100, 4090) or a key; any case."),
+        typer.Argument(metavar="NAME", help="Name that a driver reports, a short name (H100, 4090) or a key."),
     ] = None,
     dtype: Annotated[
         str | None, typer.Option("--dtype", metavar="NAME", help="Show the peaks of this dtype alone, such as bf16.")
@@ -238,8 +238,8 @@ def ceiling(
 ) -> None:
     """Measure the best rate of matrix products [FLOP/s] and of copies [byte/s] on this device, over several shapes.
 
-    Takes up to five seconds a dtype, two minutes with --model; the result is cached per device, driver, PyTorch version
-    and thread count.
+    The measurement takes up to five seconds a dtype, or two minutes with --model. The result is cached for the device,
+    driver, PyTorch version and thread count.
 
     Example: headway ceiling --device cpu --dtype fp32
     """

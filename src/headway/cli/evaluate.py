@@ -52,13 +52,12 @@ def evaluate(
     opening: opened.OpenOptions,
     as_json: JsonOption = False,
 ) -> None:
-    """Judge a model on held-out samples, packed and scored as by `eval` during training: the numbers are the same.
+    """Score a model on held-out samples, with the same numbers as evaluations during training.
 
-    Loss is the mean cross-entropy over supervised tokens, perplexity its exponential, and a sample is exact if greedy
-    decoding would give all of its answers to the letter, which one forward pass decides. Where answers
-    are to be compared, it is the mean loss of their pairs, and how many are in the right order, by the loss and
-    reference of the run if MODEL is of one.
-    With torchrun the processes share the packs.
+    Loss is the mean cross-entropy over supervised tokens, and perplexity is its exponential. A sample is exact if
+    greedy decoding gives all of its answers to the letter. For pairs of answers, the command prints their mean loss and
+    the share of pairs in the right order, by the loss and reference of the run. With torchrun, the processes share the
+    packs.
 
     Example: headway evaluate runs/mine held_out.jsonl
     """

@@ -26,9 +26,9 @@ def explain(
         list[Path],
         typer.Argument(
             metavar="TRACE...|RUN|LOG",
-            help="Traces of torch.profiler (.json, also compressed by gzip, xz, bzip2 or zstd), several of different "
-            "ranks being one job, also in one zip or tar; a run folder or metrics.jsonl; or a log that `headway audit` "
-            "reads. Two runs, two logs or two traces of one rank are compared, the second against the first.",
+            help="Traces of torch.profiler (.json, plain or compressed), also of several ranks of one job "
+            "or in a zip or tar; a run folder or metrics.jsonl; a log that `headway audit` reads. Two runs, two logs "
+            "or two traces of one rank are compared, the second against the first.",
             show_default=False,
         ),
     ],
@@ -80,10 +80,10 @@ def explain(
 ) -> None:
     """Show where every second of a step went: computing by class, communication, copies, idle time by cause.
 
-    The lines of a step add up to it exactly. A step lasts from its begin on the host to the end of its work; in a trace
-    of a CPU alone, operators take the place of kernels. Headway's own traces say what was computed; of others, --model
-    and --segments do, for one step of one rank. A run with a profile is explained by that, another one by its records,
-    as far as these tell; explain.json is written into its folder.
+    The lines of a step add up to the step exactly. A step lasts from its beginning on the host to the end of its work.
+    In a trace of a CPU alone, operators take the place of kernels. Headway's own traces say what was computed. For
+    other traces, describe the work of one step and one rank with --model and --segments. If a run has a profile,
+    Headway explains the profile, and otherwise the records. Headway writes explain.json into the run's folder.
 
     Example: headway explain trace.json.gz --by kernel
     """

@@ -82,8 +82,8 @@ def index(
 ) -> None:
     """Measure tokens, patches and grids of every sample, exactly, without decoding pixels.
 
-    What was measured is kept as Parquet: a run that was stopped goes on, and a second run is immediate. The summary
-    goes to stdout, progress to stderr; docs/data-formats.md describes the file.
+    The lengths are kept as Parquet, so a stopped run continues, and a second run is immediate. The summary goes to
+    stdout, and progress goes to stderr. docs/data-formats.md describes the file.
 
     Example: headway index chats.jsonl --model Qwen/Qwen2.5-VL-7B-Instruct
     """

@@ -59,10 +59,10 @@ def init(
     chat_template: ChatTemplateOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a commented YAML file that trains a model on data as it is; asks nothing.
+    """Write a commented YAML file that trains a model on your data.
 
-    Lengths are measured (as `headway index`), packs and memory planned (as `headway train --dry-run`). With --device
-    the settings are chosen to fit it: as they are, with recomputation or smaller moments, or with LoRA.
+    Headway measures lengths as `headway index` does, and plans packs and memory as `headway train --dry-run` does. With
+    --device, Headway chooses settings that fit the device, by recomputation, smaller moments or LoRA if needed.
 
     Example: headway init --model Qwen/Qwen3-VL-2B-Instruct --data chats.jsonl --device 4090 -o train.yaml
     """

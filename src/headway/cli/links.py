@@ -18,11 +18,11 @@ class LinkOptions:
 
     link: Annotated[
         float | None,
-        typer.Option(metavar="GB/S", min=0.001, help="Bandwidth of a device to the others of its node, one way."),
+        typer.Option(metavar="GB/S", min=0.001, help="Bandwidth from a device to other devices of its node, one way."),
     ] = None
     network: Annotated[
         float | None,
-        typer.Option(metavar="GB/S", min=0.001, help="A device's share of its node's network, one way."),
+        typer.Option(metavar="GB/S", min=0.001, help="A device's share of the network of its node, one way."),
     ] = None
     per_node: Annotated[int | None, typer.Option(metavar="N", min=1, help="Devices of a node.")] = None
 

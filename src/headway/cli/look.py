@@ -87,11 +87,12 @@ def look(
     ] = None,
     as_json: options.JsonOption = False,
 ) -> None:
-    """Look at samples as the model is shown them, and at the packs that they make.
+    """Show samples as the model sees them, and the packs that the samples make.
 
-    Learnt tokens, which the loss counts, are green; without colours they stand between >> and <<. | separates tokens,
-    and a placeholder of an image is written once with its number. With a packing length, or a CONFIG, the samples are
-    indexed and planned as for training: what was cut or dropped is told, and packs are strips of their samples.
+    Tokens that the loss counts are green, or stand between >> and << if there are no colours. | separates tokens. The
+    positions of an image's tokens are written once, with their number. With a packing length or a CONFIG, the samples
+    are indexed and planned as for training. The output then shows the packs too, and names the samples that were cut or
+    dropped.
 
     Example: headway look chats.jsonl --model Qwen/Qwen2.5-VL-7B-Instruct -n 2
     """

@@ -55,7 +55,7 @@ def mfu(
     within: Annotated[float | None, typer.Option(metavar="DAYS", help="Time that training may take [days].")] = None,
     as_json: options.JsonOption = False,
 ) -> None:
-    """Give what you know of a training run; get everything that follows: MFU, step time, days, chips, cost.
+    """Compute the MFU, step time, days, chips and cost of a run from the numbers that you know.
 
     Example: headway mfu llama-3.1-8b --seq-len 8192 --device H100 --chips 256 --mfu 0.4 --total-tokens 1e12 --price 2.5
     """

@@ -87,7 +87,7 @@ def new_model(
 ) -> None:
     """Write a small model with random weights, for experiments: a folder that `headway train` takes as it is.
 
-    Layers and width grow together with --size; the real numbers are printed. Pictures are shrunk to 256 tokens at most.
+    Layers and width grow with --size. The command prints the real numbers. Pictures are shrunk to 256 tokens at most.
 
     Example: headway new-model models/tiny --data chats.jsonl --size 3M
     """

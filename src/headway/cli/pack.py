@@ -45,8 +45,8 @@ def pack(
         str | None,
         typer.Option(
             metavar="MODEL",
-            help="Whose FLOPs are made equal, as for `headway flops`, and whose processor measures DATA. With "
-            f"--lengths {TEXT_MODEL} or, with patches, {IMAGE_MODEL} if not given.",
+            help="Model whose FLOPs are balanced, and whose processor measures DATA. Default with --lengths: "
+            f"{TEXT_MODEL}, or {IMAGE_MODEL} for lengths with patches.",
         ),
     ] = None,
     packing_length: Annotated[

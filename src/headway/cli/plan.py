@@ -54,11 +54,11 @@ class SizeOptions:
         typer.Option(metavar="H", help="With --scale: mean time between failures of a device with its host [hours]."),
     ] = None
     save: Annotated[
-        float | None, typer.Option(metavar="S", help=f"With --mtbf: pause for a checkpoint [s]; {SAVE_S:g}.")
+        float | None, typer.Option(metavar="S", help=f"With --mtbf: pause for a checkpoint [s]. Default: {SAVE_S:g}.")
     ] = None
     restart: Annotated[
         float | None,
-        typer.Option(metavar="S", help=f"With --mtbf: from a failure to the next step [s]; {RESTART_S:g}."),
+        typer.Option(metavar="S", help=f"With --mtbf: time from failure to next step [s]. Default: {RESTART_S:g}."),
     ] = None
 
     @property
@@ -117,7 +117,7 @@ def plan(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Device that `headway devices` lists; plan.device if not given.",
+            help="Device that `headway devices` lists. Default: plan.device.",
             autocompletion=devices_from,
         ),
     ] = None,
@@ -154,8 +154,8 @@ def plan(
         list[str] | None,
         typer.Option(
             metavar="PACKAGE",
-            help="Kernels on the machine that trains, such as flash-linear-attention; none for none. Repeatable; those "
-            "installed here if not given.",
+            help="Package of kernels on the machine that trains, such as flash-linear-attention, or none. Repeatable. "
+            "Default: the packages that are installed here.",
         ),
     ] = None,
     settings: SetOption = None,
@@ -163,12 +163,12 @@ def plan(
 ) -> None:
     """Predict memory, step time by part, MFU, tokens per second, days, cost and energy of a run; trains nothing.
 
-    The step's lines are those of `headway explain`. Each has a range, from what devices reach at best to what they
-    should reach at least; `headway ceiling --model` measures this machine's own rates. With --scale, the same for
-    several numbers of devices, with the failures that --mtbf implies. With --price-list or --within, which devices and
-    how many of them, ranked by cost. With several recipes or models, their plans side by side.
+    The lines of a step are those of `headway explain`, each with a range from the best rate to the worst. `headway
+    ceiling --model` measures this machine's own rates. --scale plans for several numbers of devices, and --mtbf adds
+    their failures. --price-list and --within rank devices and their numbers by cost. Several recipes or models are
+    planned side by side.
 
-    Exit code 1 if the run does not fit the device; settings that make it fit are printed.
+    If the run does not fit the device, the command prints settings that fit, and the exit code is 1.
 
     Example: headway plan qwen3-8b --device H100 --devices 8 --tokens 1e9
     """

@@ -22,9 +22,9 @@ OtherArgument = Annotated[
 def check(run: CheckedRunArgument, other: OtherArgument = None, as_json: JsonOption = False) -> None:
     """Prove from a run's records that no sample was lost or repeated, as far as there are witnesses.
 
-    Every step is recorded once; steps that were lost and taken again had the same samples as the first time; and what
-    each checkpoint says was trained on agrees with the steps before it. It names the steps that are proved, and all
-    that is not.
+    The command proves that every step is recorded once, that repeated steps had the same samples as the first time, and
+    that each checkpoint agrees with the steps before it. The output names the steps that are proved, and the steps that
+    are not.
 
     Exit code 0: some steps are proved, and nothing disagrees. 1: something disagrees, or no step has a witness.
 
@@ -50,8 +50,8 @@ RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder tha
 def goodput(run: RunArgument, as_json: JsonOption = False) -> None:
     """Show how the wall time of a run divides into steps, waiting, evaluation, checkpoints, recovery and the rest.
 
-    Every second is in exactly one bucket, from the first process's start to the last line; goodput is the share of
-    steps that were not lost to a restart. A run that is going on can be looked at, too.
+    Every second from the first process's start to the last line is in exactly one bucket. Goodput is the share of the
+    time in steps that no restart lost. The run may still be going on.
 
     Example: headway goodput runs/digits/run
     """

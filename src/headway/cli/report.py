@@ -51,7 +51,7 @@ def report(
         typer.Option(metavar="P", min=0, max=65535, help="Port of --serve; 0 takes any free port. Default: 8484."),
     ] = None,
 ) -> None:
-    """Write the page of a run as one HTML file that asks nothing of the network, and print its first screen.
+    """Write the page of a run as one HTML file that loads nothing from the network, and print its first screen.
 
     The page says how well the run went, where a step's time goes, and what to change first. The page of two runs shows
     both with their differences, the losses at equal tokens and FLOPs, and the settings that differ.

@@ -50,11 +50,12 @@ def run(
         ),
     ] = None,
 ) -> None:
-    """Run a training script as Python would, and meter what it trains; no line of it changes.
+    """Run a training script as Python would, and meter the model that it trains. The script stays unchanged.
 
-    Its output, losses, errors and exit code are those without Headway. The trained model, its optimizer and its data
-    loaders are found as they run. One line at the end, on stderr, has MFU, tokens/s and the wait for data; the folder
-    of the run is for headway report, explain and goodput. Processes that the script starts are not metered.
+    The script's output, losses, errors and exit code stay as they are without Headway. Headway finds the trained model,
+    its optimizer and its data loaders by itself. At the end, one line on stderr shows MFU, tokens/s and the wait for
+    data. headway report, explain and goodput read the folder of the run. Processes that the script starts are not
+    metered.
 
     Example: headway run -o runs/mnist main.py --epochs 2
 
@@ -67,7 +68,7 @@ def run(
         for spec in log_to:
             check_spec(spec)
     if not is_module and not Path(program[0]).exists():
-        raise UsageError(f"there is no script {program[0]}. Check the path; a module needs -m.")
+        raise UsageError(f"There is no script {program[0]}. Check the path. A module needs -m.")
     name = program[0].rpartition(".")[2] if is_module else Path(program[0]).resolve().stem
     folder = output or Path("runs", f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
     raise Program(program, is_module=is_module, folder=folder.absolute(), profile=profile, log_to=log_to or ())

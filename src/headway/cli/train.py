@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 
-ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file; recipes/ has some to start from.")]
+ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file. recipes/ has examples.")]
 ResumeOption = Annotated[
     bool,
     typer.Option("--resume", help="Continue the run in run.folder from its newest checkpoint, to the same losses."),
@@ -96,7 +96,8 @@ def train(
 
     Paths in CONFIG start from the working directory. The run folder gets the resolved configuration, a record per step
     (metrics.jsonl), checkpoints, a model folder that transformers' from_pretrained opens, and summary.json. Ctrl-C,
-    SIGTERM, SIGUSR1 and SIGHUP finish the step, save a checkpoint and end with exit code 130, and 0 for the others.
+    SIGTERM, SIGUSR1 and SIGHUP finish the step and save a checkpoint. The exit code is 130 after Ctrl-C, and 0 after
+    another signal.
 
     `headway config` prints every setting of CONFIG with its type, unit, default and meaning.
 

@@ -95,7 +95,7 @@ def tune(
     ] = False,
     top: Annotated[int, typer.Option(metavar="N", min=1, help="Number of choices to show.")] = _SHOWN,
     write: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the best as a recipe that extends RECIPE.")
+        Path | None, typer.Option(metavar="FILE", help="Write the best choice as a recipe that extends RECIPE.")
     ] = None,
     measure: Annotated[
         int | None,
@@ -111,10 +111,10 @@ def tune(
     link_options: LinkOptions,
     as_json: JsonOption = False,
 ) -> None:
-    """Search packing length, accumulation, recomputation, sharding and the loss's chunks for the fastest that fits.
+    """Search packing length, accumulation, recomputation, sharding and loss chunks for the fastest choice that fits.
 
-    Every choice is held against the memory limit; packs of those that fit are planned over the real lengths, and the
-    time of a step is predicted as by `headway plan`. Trains nothing unless asked to measure.
+    Headway compares every choice with the memory limit. For the choices that fit, Headway plans packs over the real
+    lengths and predicts the time of a step. The command trains nothing unless you give --measure.
 
     Example: headway tune recipes/qwen2.5-7b-text-81920.yaml --write best.yaml
     """

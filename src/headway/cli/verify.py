@@ -25,7 +25,7 @@ def verify(
 ) -> None:
     """Run one small real step, with random weights, and compare each module's FLOPs with PyTorch's FlopCounterMode.
 
-    Exit code 1 if any difference is not explained.
+    The exit code is 1 if a difference is not explained.
 
     Example: headway verify gpt2
     """

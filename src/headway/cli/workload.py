@@ -50,7 +50,7 @@ class WorkloadOptions:
         str | None,
         typer.Option(
             metavar="L*N,L,...",
-            help="What the encoder reads for each segment [tokens, or frames of speech]; models with cross attention.",
+            help="Length that an encoder reads for each segment [tokens, or frames of speech].",
         ),
         parse_segments,
     ] = None
