@@ -7,14 +7,19 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from headway.cli.app import app
 from headway.config import parse_config
+from headway.data import Encoder, read_samples
+from headway.models.load import load_processor
 from headway.train.check import check_run
 from headway.train.run import train
 from helpers.processes import TRAIN, run_processes, start_processes
+from helpers.rollouts import ids_of, pair, write_pairs
 from helpers.runs import read_metrics
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -92,6 +97,48 @@ def test_steps_that_were_lost_are_taken_again_with_the_same_pairs(words):
     path = folder / "metrics.jsonl"
     path.write_text(path.read_text().replace(again[1]["samples_digest"], "0" * 16))
     assert check_run(folder).faults
+
+
+def simpo_of(model, row):
+    """Loss of a pair, alone in transformers' own forward, with Headway's defaults of beta and gamma.
+
+    Source: Meng et al. 2024, arXiv:2405.14734, equation 6.
+    """
+    means = []
+    for side in ("chosen_ids", "rejected_ids"):
+        ids = torch.tensor([row["prompt_ids"] + row[side]])
+        log_p_TV = model(input_ids=ids).logits[0, :-1].log_softmax(-1)
+        log_p_T = log_p_TV.gather(1, ids[0, 1:, None])[:, 0]
+        means.append(log_p_T[-len(row[side]) :].mean())
+    return -torch.nn.functional.logsigmoid(2.0 * (means[0] - means[1]) - 0.5).item()
+
+
+@pytest.mark.dist
+def test_three_ranks_tell_the_loss_of_each_source_of_a_mixture_of_pairs(words, base, tmp_path):
+    """One step has all pairs of both sources, so that the initial weights say what its record must hold."""
+    numbers = {"even": range(0, 10, 2), "odd": range(1, 19, 2)}
+    paths = {
+        name: write_pairs(tmp_path / f"{name}.jsonl", len(rows), lambda place, rows=rows: pair(rows[place]))
+        for name, rows in numbers.items()
+    }
+    words["data"] |= {"train": [{"path": str(path), "name": name} for name, path in paths.items()], "workers": 0}
+    words["data"]["tokens_per_pack"] = 150
+    words["optim"] = {"epochs": 1, "lr": 1e-3, "schedule": "constant", "accumulation": 6}
+    words["preference"], words["eval"] = {"loss": "simpo"}, {}
+    del words["data"]["eval"]
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(words))
+    run_processes([*TRAIN, recipe], 3)
+
+    (step,) = [r for r in read_metrics(Path(words["run"]["folder"]) / "metrics.jsonl") if r["kind"] == "step"]
+    assert step["world_size"] == 3
+    model, encoder = AutoModelForCausalLM.from_pretrained(base).eval(), Encoder(load_processor(str(base)))
+    for name, path in paths.items():
+        with torch.no_grad():
+            losses = [simpo_of(model, row) for row in ids_of([encoder.encode(row) for row in read_samples(path)])]
+        source = step["sources"][name]
+        assert source["units"] == len(losses) == len(numbers[name])
+        assert source["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-4)
 
 
 @pytest.mark.slow
