@@ -547,44 +547,7 @@ def test_each_source_has_its_loss_where_there_are_several(tmp_path):
     text = report_page(read_run(write_run(tmp_path / "run", 9, sources=sources)))
     assert "Loss of source chats" in text
     assert "Loss of source images" in text
-    assert "Sources in the tokens of a step" in text
     assert "Loss of source" not in report_page(read_run(write_run(tmp_path / "one", 9)))
-
-
-def test_time_by_component_stands_beside_flops_where_a_profile_tells_it(tmp_path):
-    run = write_run(tmp_path / "run", 6)
-    assert "FLOPs against time" not in report_markdown(read_run(run))
-    rows = [
-        {"name": "language.mlp", "ns": 300, "flops": 6000},
-        {"name": "language.attention", "ns": 100, "flops": 3000},
-    ]
-    rows += [{"name": "(no kernel runs)", "ns": 600, "flops": None}]
-    (run / "explain.json").write_text(json.dumps({"steps": [{"by": {"key": "component", "rows": rows}}] * 2}))
-    text = report_markdown(read_run(run))
-    assert "| language.mlp | 66.7 % | 30.0 % |" in text
-    assert "| (no kernel runs) | 0.0 % | 60.0 % |" in text
-    (run / "explain.json").write_text('{"steps": [3, {"by": {"key": "component", "rows": [7, {"ns": "x"}]}}]}')
-    assert "FLOPs against time" not in report_markdown(read_run(run))
-
-
-def test_an_explanation_that_is_older_than_the_run_says_of_which_steps_it_is(tmp_path):
-    run = write_run(tmp_path / "run", 9)
-    by = {"key": "component", "rows": [{"name": "language.mlp", "ns": 300, "flops": 6000}]}
-
-    def explained(*steps):
-        (run / "explain.json").write_text(json.dumps({"steps": [{"step": step, "by": by} for step in steps]}))
-        return report_markdown(read_run(run))
-
-    assert "Of steps 3 to 4, which a profile explains, of a run with records up to step 9. FLOPs have" in explained(
-        3, 4
-    )
-    assert "Of step 3, which" in explained(3)
-    assert "up to step 9. That is not these records: `headway explain" in explained(11, 12)
-    for name in ("steps-000003-000004-rank-0.json.gz", "steps-000007-000008-rank-0.json.gz"):
-        (run / "profile").mkdir(exist_ok=True)
-        (run / "profile" / name).touch()
-    assert "A later profile begins with step 7: `headway explain" in explained(3, 4)
-    assert "A later profile" not in explained(7, 8)
 
 
 def test_settings_that_differ_from_the_recipe_and_from_the_defaults(tmp_path):

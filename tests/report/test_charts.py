@@ -12,7 +12,6 @@ from headway.report.charts import (
     ChartMark,
     DrawnLine,
     _smoothed,
-    heat_strip,
     histogram,
     lines_chart,
     reduced,
@@ -41,12 +40,10 @@ def drawn(kind, name="loss"):
         return lines_chart(
             name, [DrawnLine(name, [1, 2], [1.0, 2.0]), DrawnLine("b", [1, 3], [1.0, 2.0])], form="share"
         )
-    if kind == "histogram":
-        return histogram(name, [1.0, 2.0, 2.0], form=plain)
-    return heat_strip(name, [(name, [1.0, None, 2.0]), ("b", [3.0, 4.0, 5.0])], form=plain)
+    return histogram(name, [1.0, 2.0, 2.0], form=plain)
 
 
-KINDS = ["line", "lines", "histogram", "heat"]
+KINDS = ["line", "lines", "histogram"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -71,8 +68,8 @@ def test_hostile_names_stay_text(kind):
 def test_charts_in_a_file_have_their_margins_without_a_style_sheet_of_the_page():
     root = ElementTree.fromstring(svg_file({kind: drawn(kind) for kind in KINDS}))
     places = [(float(part.get("x")), float(part.get("y")), part.get("width")) for part in root.findall(f"{SPACE}svg")]
-    assert [x for x, *_ in places] == [58, 58, 58, 112]
-    assert [width for *_, width in places] == ["572", "572", "572", "528"]
+    assert [x for x, *_ in places] == [58, 58, 58]
+    assert [width for *_, width in places] == ["572", "572", "572"]
     assert all(before < after for (_, before, _), (_, after, _) in pairwise(places))
     assert float(root.get("height")) > places[-1][1]
 
@@ -195,15 +192,6 @@ def test_of_a_thousand_marks_some_are_drawn_and_all_are_counted():
     assert "restart at 7 and 992 more." in chart
 
 
-def test_cells_of_one_shade_are_drawn_as_one():
-    drawn = heat_strip("x", [("a", [1.0, 1.0, None, 3.0])], form=plain)
-    cells = re.findall(r'<path d="M([0-9.]+) 11h([0-9.]+)" stroke-opacity="([0-9.]+)"', drawn)
-    (first, of_two, light), (last, of_one, full) = [[float(number) for number in cell] for cell in cells]
-    assert of_two == 2 * of_one
-    assert last == first + 3 * of_one
-    assert (light, full) == (0.12, 1.0)
-
-
 @pytest.mark.parametrize(
     ("low", "high", "expected"),
     [(0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1]), (3, 47, [10, 20, 30, 40]), (2, 2, [2]), (-1, 1, [-1, -0.5, 0, 0.5, 1])],
@@ -241,5 +229,3 @@ def test_nothing_to_draw_is_an_error():
         line_chart("loss", [1], [None], form="plain")
     with pytest.raises(ValueError, match="finite value"):
         histogram("times", [float("nan")], form=plain)
-    with pytest.raises(ValueError, match="finite value"):
-        heat_strip("ranks", [("a", [None])], form=plain)

@@ -20,7 +20,7 @@ from headway.log.jsonl import as_object
 from headway.log.run_files import METRICS, RESUMES, SUMMARY
 from headway.plugins import hooks_of_all
 from headway.report import format_bytes, format_flops, format_rate, format_share, printable
-from headway.report.charts import ChartMark, DrawnLine, heat_strip, lines_chart
+from headway.report.charts import ChartMark, DrawnLine, lines_chart
 from headway.report.quantity import number, numbers
 from headway.report.secrets import HIDDEN, hide_people
 from headway.report.section import ReportSection
@@ -92,8 +92,6 @@ def _look(name: str) -> str:
     return unicodedata.normalize("NFKC", name)
 
 
-EXPLANATION = "explain.json"
-_PROFILE = re.compile(r"steps-(\d+)-\d+-rank-")
 _BASE64 = re.compile(r"[A-Za-z0-9+/=]{100,40000}")
 _MOST_RANKS, _MOST_SOURCES = 64, 12
 _MOST_ANSWERS, _LONGEST_ANSWER = 12, 400  # answers of the last evaluation, and length of one [characters]
@@ -111,7 +109,7 @@ def folder_sections(
         return {"Speed and memory": ranks, "Data": sources}
     return {
         "Learning": [_evaluations(folder, records), _answers(folder), *_of_families(folder)],
-        "Speed and memory": [_times(folder, records), *ranks, _memory(folder)],
+        "Speed and memory": [*ranks, _memory(folder)],
         "Data": sources,
         "The run": [_restarts(folder), _conventions(folder)],
     }
@@ -127,7 +125,7 @@ def held_out_loss(evaluations: Sequence[Mapping[str, Any]]) -> DrawnLine | None:
 def _source_losses(records: Sequence[Mapping[str, Any]], marks: Sequence[ChartMark]) -> list[ReportSection]:
     names = dict.fromkeys(name for record in records for name in _mapping(record.get("sources")))
     shown = [*names][:_MOST_SOURCES] if len(names) > 1 else []
-    parts = _source_shares(records, shown)
+    parts = []
     for name in shown:
         values = [number(_mapping(_mapping(record.get("sources")).get(name)).get("loss")) for record in records]
         points = [value for value in values if value is not None]
@@ -137,24 +135,6 @@ def _source_losses(records: Sequence[Mapping[str, Any]], marks: Sequence[ChartMa
             chart = lines_chart(title, [DrawnLine("", steps, values)], form="plain", marks=marks, is_noisy=True)
             parts.append(ReportSection(title, chart=chart, remark=f"from {points[0]:.4g} to {points[-1]:.4g}"))
     return parts
-
-
-def _source_shares(records: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[ReportSection]:
-    by_name: dict[str, list[float | None]] = {name: [] for name in names}
-    for record in records:
-        sources = _mapping(record.get("sources"))
-        tokens = {name: max(number(_mapping(source).get("tokens")) or 0.0, 0.0) for name, source in sources.items()}
-        all_tokens = sum(tokens.values())
-        for name, row in by_name.items():
-            row.append(tokens.get(name, 0.0) / all_tokens if all_tokens else None)
-    by_source = {name: [share for share in row if share is not None] for name, row in by_name.items()}
-    if not any(by_source.values()):
-        return []
-    title = "Sources in the tokens of a step"
-    chart = heat_strip(title, [*by_name.items()], form=format_share)
-    rows = [[name, *(format_share(share) for share in (min(row), sum(row) / len(row), max(row)))]
-            for name, row in by_source.items()]  # fmt: skip
-    return [ReportSection(title, ["source", "least", "mean of the steps", "most"], rows, chart=chart)]
 
 
 def _ranks(records: Sequence[Mapping[str, Any]]) -> list[ReportSection]:
@@ -171,56 +151,10 @@ def _ranks(records: Sequence[Mapping[str, Any]]) -> list[ReportSection]:
             of_steps = [[flops * len(values) / (sum(values) or 1.0) for flops in values] for values in of_steps]
         by_rank = [[values[rank] if rank < len(values) else None for values in of_steps] for rank in range(count)]
         finite = [[value for value in row if value is not None] for row in by_rank]
-        chart = heat_strip(what, [(f"rank {rank}", row) for rank, row in enumerate(by_rank)], form=form)
-        rows = [[f"rank {rank}", form(sum(row) / len(row)), form(max(row))] for rank, row in enumerate(finite) if row]
-        parts.append(ReportSection(what, ["rank", "mean of the steps", "most"], rows, chart=chart))
+        rows = [[f"rank {rank}", *map(form, (min(row), sum(row) / len(row), max(row)))]
+                for rank, row in enumerate(finite) if row]  # fmt: skip
+        parts.append(ReportSection(what, ["rank", "least", "mean of the steps", "most"], rows))
     return parts
-
-
-def _times(folder: Path, records: Sequence[Mapping[str, Any]]) -> ReportSection:
-    """Share of FLOPs beside share of time of each component in the steps that a profile explains; no rows without."""
-    steps = _object(folder / EXPLANATION).get("steps")
-    profiled = [_mapping(record) for record in steps] if isinstance(steps, list) else []
-    by_step = [_mapping(record.get("by")) for record in profiled]
-    tables = [by.get("rows") for by in by_step if by.get("key") == "component"]
-    table_rows = [row for rows in tables if isinstance(rows, list) for row in rows]
-    # Sums over the steps that were profiled.
-    flops, ns = dict[str, float](), dict[str, float]()
-    for row in map(_mapping, table_rows):
-        name = str(row.get("name"))
-        flops[name] = flops.get(name, 0.0) + max(number(row.get("flops")) or 0.0, 0.0)
-        ns[name] = ns.get(name, 0.0) + max(number(row.get("ns")) or 0.0, 0.0)
-    if not (all_ns := sum(ns.values())):
-        return _NOTHING
-    all_flops = sum(flops.values())
-    # The dearest component first.
-    ordered = sorted(ns, key=lambda name: (-ns[name], name))
-    shown = [(name, flops[name] / all_flops if all_flops else 0.0, ns[name] / all_ns) for name in ordered]
-    rows = [[name, format_share(work), format_share(time)] for name, work, time in shown]
-    says = _which_steps(folder, profiled, records)
-    says += " FLOPs have what was run again; time is that in which its kernels ran."
-    bars = [time for *_, time in shown]
-    return ReportSection(
-        "FLOPs against time by component", ["component", "share of FLOPs", "share of time"], rows, says, bars=bars
-    )
-
-
-def _which_steps(folder: Path, profiled: Sequence[Mapping[str, Any]], records: Sequence[Mapping[str, Any]]) -> str:
-    """Steps that explain.json is of, and whether the run has gone on to another profile since."""
-    steps = [int(step) for record in profiled if (step := number(record.get("step"))) is not None]
-    last = max((int(step) for record in records if (step := number(record.get("step"))) is not None), default=0)
-    if not steps:
-        return "Of steps that a profile explains."
-    which = f"step {min(steps)}" if min(steps) == max(steps) else f"steps {min(steps)} to {max(steps)}"
-    sentence = f"Of {which}, which a profile explains, of a run with records up to step {last}."
-    again = "`headway explain RUN --by component` makes explain.json anew."
-    newest = max((int(match[1]) for path in folder.glob("profile/steps-*")
-                  if (match := _PROFILE.match(path.name)) is not None), default=0)  # fmt: skip
-    if max(steps) > last:
-        return f"{sentence} That is not these records: {again}"
-    if newest > max(steps):
-        return f"{sentence} A later profile begins with step {newest}: {again}"
-    return sentence
 
 
 def _conventions(folder: Path) -> ReportSection:

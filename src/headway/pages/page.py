@@ -42,6 +42,7 @@ from headway.report.section import ReportSection, markdown_text
 SCHEMA_VERSION = 2
 HEADINGS = ("Learning", "Speed and memory", "Data", "The run")
 _HEADLINE = 0.05  # share of the time from which a finding is the first to show, whatever it does to MFU
+_SPREAD = ("median", "95 % below", "from")  # remarks that say nothing where they repeat the number
 _PRAISE = "What the run did well"
 _SENTENCES = re.compile(r"(?<=[a-z0-9)]\.) (?=[A-Z])")  # between two sentences
 _NOTHING_FIRST = "No finding would change a number that is printed above."
@@ -323,7 +324,10 @@ def _tiles(by_run: Sequence[Mapping[str, Measure]]) -> ReportSection:
     """Measures side by side: value and remark of one run, both values and their difference of two."""
     names = dict.fromkeys(name for measures in by_run for name in measures)
     if len(by_run) == 1:
-        rows = [[name, measure.text, measure.remark] for name, measure in by_run[0].items()]
+        rows = [
+            [name, m.text, "" if m.remark in [f"{what} {m.text}" for what in _SPREAD] else m.remark]
+            for name, m in by_run[0].items()
+        ]
         return ReportSection("", ["", "value", "remark"], rows, left=(0, 2))
     rows = []
     for name in names:

@@ -1,7 +1,7 @@
 """The steps of a run, or of two: the parts of their time, and charts and tables of series, stages, phases, sources."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from headway.report.step_lines import NAMES, SLOW
 Records = Sequence[Mapping[str, Any]]
 """Records of a run's steps, each step once."""
 LETTERS = "AB"
-_FEW = 2  # steps; fewer have no percentiles
+_FEW, _FEW_TIMES = 2, 20  # values; fewer make no line, and fewer steps no picture of how long steps took
 _SLOW, _MOST_SLOW = 1.5, 10  # a step that is told by its number took so many times the median
 _TOLD = 0.1  # share of a step, or of its tokens, that may explain it
 _BY_RATIO = re.compile(r"(.+_)?loss|grad_norm")  # numbers whose falls to a hundredth are seen on an axis of ratios
@@ -138,9 +138,9 @@ def series_charts(
 ) -> list[ReportSection]:
     """A chart over the steps for each number of the records that changes; dots belong to the loss."""
     sections = []
-    for key, name, form in series:
-        by_run = [[number(record.get(key)) for record in records] for records in runs]
-        if not all(any(value is not None for value in values) for values in by_run) or not _changes(by_run):
+    for key, name, form, by_run in _series_of(runs, series):
+        values = {value for values in by_run for value in values if value is not None}
+        if len(values) < _FEW:
             continue
         steps = [[float(record["step"]) for record in records] for records in runs]
         names = LETTERS if len(runs) > 1 else [""]
@@ -156,19 +156,20 @@ def series_charts(
     return sections
 
 
-def _changes(by_run: Sequence[Sequence[float | None]]) -> bool:
-    values = {value for values in by_run for value in values if value is not None}
-    return len(values) > 1 or all(len(values) == 1 for values in by_run)
+def _series_of(runs: Sequence[Records], series: Series) -> Iterator[tuple[str, str, Form, list[list[float | None]]]]:
+    """Values of the series that all runs have, without those that say nothing, such as the balance of one rank."""
+    for key, name, form in series:
+        by_run = [[number(record.get(key)) for record in records] for records in runs]
+        values = {value for values in by_run for value in values if value is not None}
+        if all({*of_run} - {None} for of_run in by_run) and values - {1.0 if key == "balance" else 0.0}:
+            yield key, name, form, by_run
 
 
 def series_numbers(runs: Sequence[Records], series: Series) -> ReportSection:
     """Percentiles and extremes of each number of the records; of two runs the medians and what changed."""
     rows = []
-    for key, title, form in series:
+    for _, title, form, by_run in _series_of(runs, series) if len(runs[0]) >= _FEW else ():
         write = FORMS[form]
-        by_run = [[number(record.get(key)) for record in records] for records in runs]
-        if not all(any(value is not None for value in values) for values in by_run):
-            continue
         summaries = [summary_of(records, values) for records, values in zip(runs, by_run, strict=True)]
         medians = [summary["50 %"] for summary in summaries]
         if len(runs) > 1:
@@ -193,11 +194,9 @@ def step_times(records: Records) -> list[ReportSection]:
     """Percentiles of step times, and the slowest steps with the reasons that their records give."""
     timed = [(value, record) for record in records if (value := number(record.get("step_s"))) is not None]
     times = [value for value, _ in timed]
-    if len(times) < _FEW:
+    if len(times) < _FEW_TIMES:
         return []
-    spread = [[f"{q} %", format_duration(float(np.percentile(times, q)))] for q in (5, 25, 50, 75, 95, 99)]
-    chart = histogram(title := "How long steps took", times, form=format_duration)
-    sections = [ReportSection(title, ["percentile of steps", "time"], spread, chart=chart)]
+    sections = [ReportSection(title := "How long steps took", chart=histogram(title, times, form=format_duration))]
     usual_s = float(np.median(times))
     slow = sorted((pair for pair in timed if pair[0] > _SLOW * usual_s), key=lambda pair: -pair[0])
     usual_tokens = float(np.median(known(records, "tokens") or [0.0]))
@@ -248,7 +247,7 @@ def flops_by_component(records: Records) -> dict[str, float]:
 def components(records: Records) -> list[ReportSection]:
     """FLOPs of all steps by component, where records divide them."""
     totals = flops_by_component(records)
-    if not (total := sum(totals.values())):
+    if len(totals) < _FEW or not (total := sum(totals.values())):
         return []
     shares = [flops / total for flops in totals.values()]
     rows = [[name, format_flops(flops), format_share(flops / total)] for name, flops in totals.items()]

@@ -1,4 +1,4 @@
-"""Lines, histograms and heat strips as SVG: pure functions from numbers to text, the same for the same numbers.
+"""Lines and histograms as SVG: pure functions from numbers to text, the same for the same numbers.
 
 Colours are CSS variables of the page (`headway.report.page`), so that light and dark both work. A chart is whole
 without a script; beside each line stand its values in words, which the page's own script shows under the pointer.
@@ -6,15 +6,13 @@ without a script; beside each line stand its values in words, which the page's o
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from itertools import cycle, groupby, pairwise
+from itertools import cycle, pairwise
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from headway.report.format import format_compact, format_duration, format_rounded, format_share
 from headway.report.svg import (
-    AXES,
-    NAMES,
     PLOT,
     WIDE,
     Scale,
@@ -23,17 +21,12 @@ from headway.report.svg import (
     name_room,
     percent,
     safe,
-    shortened_label,
     stretched,
     text_element,
     ticks,
     x_axis,
     y_axis,
 )
-
-_STRIP, _STRIP_GAP = 22, 2  # height of a row of a heat strip, and between two [pixels]
-_SHADES = 20  # shades of a heat strip; neighbouring cells of one shade are drawn as one
-_MOST_CELLS = 96  # most cells of a row; a cell of a longer row is the largest of its bucket
 
 _Format = Callable[[float], str]
 
@@ -64,7 +57,7 @@ def histogram(
         raise ValueError("a histogram needs a finite value.")
     weights = None if shares is None else np.asarray(shares, float)[np.isfinite(numbers)]
     counts, edges = np.histogram(finite, num_bins, weights=weights)
-    y_of, left = y_axis(0.0, float(counts.max()), (lambda count: f"{count:g}") if shares is None else format_share)
+    y_of, left = y_axis(0.0, float(counts.max()), (lambda count: f"{count:.0f}") if shares is None else format_share)
     x_of, below = x_axis(float(edges[0]), float(edges[-1]), form)
     drawn = [left, below]
     for count, (start, end) in zip(counts, pairwise(edges), strict=True):
@@ -73,48 +66,7 @@ def histogram(
         place = f'x="{percent(x)}" y="{fixed(y)}" width="{percent(0.9 * (x_of(float(end)) - x))}"'
         drawn.append(f'<rect {place} height="{fixed(PLOT - y)}" fill="var(--a)"/>')
     description = f"{len(finite)} values from {form(edges[0])} to {form(edges[-1])}."
-    return chart(title, description, drawn, PLOT, AXES)
-
-
-def heat_strip(title: str, rows: Sequence[tuple[str, Sequence[float | None]]], *, form: _Format) -> str:
-    """Draw rows of cells, darker where the value is larger; of a long row, each cell is the largest of its bucket.
-
-    Args:
-        title: what is drawn; escaped.
-        rows: name and values of each; None leaves a cell empty.
-        form: a value with its unit.
-
-    Raises:
-        ValueError: no value is finite.
-    """
-    finite = [value for _, row in rows for value in row if value is not None and math.isfinite(value)]
-    if not finite:
-        raise ValueError("a heat strip needs a finite value.")
-    low, high = min(finite), max(finite)
-    names, drawn = [], []
-    for line, (name, row) in enumerate(rows):
-        y = line * (_STRIP + _STRIP_GAP)
-        names.append(text_element("0", y + 15, shortened_label(name, 16), "end", dx=-8))
-        cells = [[value for value in row[part.start : part.stop] if value is not None and math.isfinite(value)]
-                 for part in buckets(len(row), _MOST_CELLS)]  # fmt: skip
-        shades = [round(_SHADES * (max(cell) - low) / ((high - low) or 1.0)) if cell else None for cell in cells]
-        # Cells of one shade are one path, and those side by side one stroke of it.
-        place, width = 0, WIDE / max(1, len(cells))
-        by_shade: dict[int, list[str]] = {}
-        for shade, alike in groupby(shades):
-            count = len([*alike])
-            if shade is not None:
-                stroke = f"M{fixed(width * place)} {_STRIP // 2}h{fixed(width * count)}"
-                by_shade.setdefault(shade, []).append(stroke)
-            place += count
-        drawn.append(f'<g stroke="var(--a)" stroke-width="{_STRIP}" transform="translate(0 {y})">')
-        for shade, parts in sorted(by_shade.items()):
-            opacity = fixed(0.12 + 0.88 * shade / _SHADES)
-            drawn.append(f'<path d="{"".join(parts)}" stroke-opacity="{opacity}"/>')
-        drawn.append("</g>")
-    height = len(rows) * (_STRIP + _STRIP_GAP)
-    description = f"{len(rows)} rows, from {form(low)} (light) to {form(high)} (full colour)."
-    return chart(title, description, [*names, stretched(drawn, height)], height, NAMES)
+    return chart(title, description, drawn)
 
 
 def buckets(length: int, count: int) -> list[slice]:
@@ -236,7 +188,7 @@ def lines_chart(
     parts = [left, below, *_drawn_marks(inside, x_of), stretched([*faint, *curves], PLOT, _UP)]
     parts += [stretched(above, PLOT, _UP, "curves dots")] if above else []
     parts += _line_names([name for name, *_ in series]) if len(series) > 1 else []
-    return chart(title, " ".join(texts), parts, PLOT, AXES, f' data-of="{safe(x_name)}"')
+    return chart(title, " ".join(texts), parts, f' data-of="{safe(x_name)}"')
 
 
 def _line_names(names: Sequence[str]) -> list[str]:

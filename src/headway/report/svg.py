@@ -15,18 +15,17 @@ from headway.report.secrets import printable
 
 
 class Margins(NamedTuple):
-    """Room around a plot for ticks, names and units [pixels]; the name is the chart's class on a page."""
+    """Room around a plot for ticks, names and units [pixels]."""
 
-    name: str
-    top: int = 0
-    right: int = 0
-    bottom: int = 0
-    left: int = 0
+    top: int
+    right: int
+    bottom: int
+    left: int
 
 
-AXES = Margins("axes", 16, 10, 22, 58)
-NAMES = Margins("names", left=112)  # room for the names of a heat strip's rows
-PLOT = 150  # height of a plot with axes [pixels]
+AXES = Margins(16, 10, 22, 58)
+PLOT = 150  # height of a plot [pixels]
+_HEIGHT = PLOT + AXES.top + AXES.bottom
 WIDE = 1000  # width of a drawing that is stretched
 NARROWEST = 315 - AXES.left - AXES.right  # a plot on a screen of 375 pixels, less the margins of page and card [pixels]
 _CHARACTER = 6.8  # width of a digit at most [pixels]
@@ -38,27 +37,22 @@ Scale = Callable[[float], float]
 """Where a value stands: on an axis of x as a fraction of the plot, on one of y as pixels from its top."""
 
 
-def chart(
-    title: str, description: str, drawn: Sequence[str], height: int, margins: Margins, attributes: str = ""
-) -> str:
+def chart(title: str, description: str, drawn: Sequence[str], attributes: str = "") -> str:
     """Put what is drawn into a chart that says in words what it shows.
 
     Args:
         title: what is drawn; escaped.
         description: the same in a sentence for readers who do not see it; escaped.
         drawn: its parts; percentages are of the plot between the margins.
-        height: of the plot [pixels].
-        margins: around it.
         attributes: more of the opening tag.
     """
-    size = f'width="100%" height="{height + margins.top + margins.bottom}"'
-    padding = " ".join(f"{room}px" if room else "0" for room in margins[1:])
-    opening = f'class="chart {margins.name}" {size} style="padding:{padding}"{attributes}'
+    padding = " ".join(f"{room}px" for room in AXES)
+    opening = f'class="chart" width="100%" height="{_HEIGHT}" style="padding:{padding}"{attributes}'
     inside = f'<title>{safe(title)}</title><desc>{safe(description)}</desc><g class="plot">{"".join(drawn)}</g>'
     return f'<svg role="img" {opening} xmlns="http://www.w3.org/2000/svg">{inside}</svg>'
 
 
-_OPENING = re.compile(r'<svg role="img" class="chart (\w+)" width="100%" height="(\d+)" style="[^"]*"')
+_OPENING = re.compile(r'<svg role="img" class="chart" width="100%" height="\d+" style="[^"]*"')
 
 
 def within(drawn: str, y: float, width: float) -> tuple[str, int]:
@@ -74,11 +68,8 @@ def within(drawn: str, y: float, width: float) -> tuple[str, int]:
     """
     opening = _OPENING.match(drawn)
     assert opening is not None, "a chart begins with its size"
-    margins = next(margins for margins in (AXES, NAMES) if margins.name == opening[1])
-    height = int(opening[2])
-    room = width - margins.left - margins.right, height - margins.top - margins.bottom
-    size = f'x="{margins.left}" y="{y + margins.top:g}" width="{room[0]:g}" height="{room[1]}" overflow="visible"'
-    return f'<svg role="img" class="{margins.name}" {size}{drawn[opening.end() :]}', height
+    size = f'width="{width - AXES.left - AXES.right:g}" height="{PLOT}" overflow="visible"'
+    return f'<svg role="img" x="{AXES.left}" y="{y + AXES.top:g}" {size}{drawn[opening.end() :]}', _HEIGHT
 
 
 def stretched(drawn: Sequence[str], height: int, up: int = 1, kind: str = "curves") -> str:
@@ -104,11 +95,6 @@ def text_element(x: str, y: float, text: str, anchor: str = "start", dx: float =
 def safe(text: str) -> str:
     """Text of anyone that stays text."""
     return escape(printable(text))
-
-
-def shortened_label(name: str, length: int = 34) -> str:
-    """The beginning of a long name."""
-    return name if len(name) <= length else name[: length - 3] + "..."
 
 
 def fixed(value: float) -> str:
