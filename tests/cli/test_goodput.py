@@ -39,7 +39,7 @@ def test_the_table_of_a_run_folder(headway, run):
         "\n"
         "goodput        70.0 %\n"
         "restarts       1\n"
-        "lost progress  5.00 s of steps done again, in recovery\n",
+        "lost progress  5.00 s of steps were done again, in recovery\n",
         "",
     )
 

@@ -66,7 +66,7 @@ def test_the_table_names_the_model_and_explains_the_columns(headway, lengths):
     assert result.code == 0, result.err
     assert "FLOPs of  qwen2.5-vl-7b  (not given; name yours with --model)" in result.out
     assert "step      8 ranks x 1 packs" in result.out
-    assert "balance: mean over steps of mean / max FLOPs over ranks." in result.out
+    assert "balance: mean FLOPs of the ranks / FLOPs of the heaviest rank, as a mean over the steps." in result.out
     assert "best_fit" not in result.out
 
 

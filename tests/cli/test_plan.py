@@ -65,9 +65,12 @@ def test_faster_packs_of_the_same_step_are_named_and_their_settings_can_be_paste
     assert 0 == whole["longer_tokens"] < shorter["longer_samples"] < shorter["longer_tokens"] < 0.04
     text = headway("plan", RECIPE, *ONE_CARD).out
     packs, tokens = shorter["accumulation"], shorter["tokens_per_pack"]
-    assert f"The same step in {packs} packs of {tokens:,}: {100 * shorter['mfu']:.1f} %" in text
-    assert "0.16 % of the samples are longer, with 2.8 % of the tokens (as chats; yours are not known)" in text
-    lines = text[text.index(f"in {packs} packs") :].partition("\n\n")[0].splitlines()
+    assert f"In {packs} packs of {tokens:,} tokens, the same step reaches MFU {100 * shorter['mfu']:.1f} %" in text
+    assert (
+        "0.16 % of the samples, with 2.8 % of the tokens, are longer than a pack. Headway assumes the lengths of chats"
+        in text
+    )
+    lines = text[text.index(f"In {packs} packs") :].partition("\n\n")[0].splitlines()
     assert " ".join(lines[1:]).replace("\\ ", "").split() == [
         word for name, value in shorter["settings"].items() for word in ("--set", f"{name}={value}")
     ]

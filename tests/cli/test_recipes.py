@@ -186,8 +186,8 @@ def test_where_one_setting_is_not_enough_several_are_put_together(headway):
     )
     large = RECIPES / "qwen3-vl-30b-a3b-vqa-8192.yaml"  # whose base takes more in 4 bits alone
     words = headway("train", large, "--dry-run", "--devices", 1, "--device", "T4").out.split()
-    assert "No settings make it fit 13.5 GiB. The least that was found is optim.state=8bit and" in " ".join(words)
-    assert "which takes 18.8 GiB; train a smaller model, or on more devices." in " ".join(words)
+    assert "No setting makes the run fit 13.5 GiB. The smallest one, optim.state=8bit and" in " ".join(words)
+    assert "takes 18.8 GiB. Train a smaller model, or on more devices." in " ".join(words)
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,9 @@ def pack(
     from headway.packing.steps import BALANCE
 
     if packing_length is None:
-        raise UsageError("--packing-length is missing: the number of tokens that a pack holds, such as 51200.")
+        raise UsageError(
+            "--packing-length is missing. Give the number of tokens that a pack holds, such as --packing-length 51200."
+        )
     wanted = [one_of(name, "packing strategy", STRATEGIES) for name in dict.fromkeys(strategy or STRATEGIES)]
     policy = one_of(overlong, "policy for over-long samples", OVERLONG)
     if plot is not None:
@@ -268,10 +270,10 @@ def _text(settings: dict[str, Any], counts: "Mapping[str, OverlongCounts]", repo
     ]
     best = max(reports, key=lambda report: report.balance)
     notes = [
-        "fill: tokens over the packs' budget, of all steps but the last. Flat packs do not compute the rest.",
-        "balance: mean over steps of mean / max FLOPs over ranks.",
-        "mixing: spread over steps of the mean segment length, relative to random packing.",
-        f"As padded batches the packs of {best.strategy} would be {format_share(best.padding_loss)} padding.",
+        "fill: share of the packs' room that holds tokens, without the last step. Empty room is not computed.",
+        "balance: mean FLOPs of the ranks / FLOPs of the heaviest rank, as a mean over the steps.",
+        "mixing: spread of the mean segment length from step to step. Random packing has 1.",
+        f"If each pack of {best.strategy} were a padded batch, {format_share(best.padding_loss)} would be padding.",
     ]
     return "\n\n".join([render_pairs(pairs), render_table(columns, rows), render_lines(notes)])
 

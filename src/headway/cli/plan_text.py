@@ -81,8 +81,8 @@ def plan_text(planned: "Prediction", totals: "RunTotals | None") -> str:
     notes = [*planned.notes, note_on_loops(planned), f"Rates: {speeds.source}.", on_links]
     if planned.making_s is not None:
         notes.append(
-            f"Data: a worker makes {format_count(round(1 / planned.making_s))} tokens/s, timed here; each device has "
-            f"{format_count(max(1, data.workers))}."
+            f"Data: a worker makes {format_count(round(1 / planned.making_s))} tokens/s on this machine. Workers of a "
+            f"device: {format_count(max(1, data.workers))}."
         )
     return in_red("\n\n".join([*sections, _lines(time), render_lines([note for note in notes if note])]))
 
@@ -92,15 +92,16 @@ def other_packs_text(other: "OtherPacks") -> str:
     choice = other.choice
     packs, tokens = choice.config.optim.accumulation, format_count(choice.config.data.tokens_per_pack)
     where = f"{packs:,} packs" if packs > 1 else "1 pack"
-    longer = "No sample is longer"
+    longer = "No sample is longer than a pack."
     if other.samples:
         share, of_tokens = f"{100 * other.samples:.2g} %", format_share(other.tokens)
-        longer = f"{share} of the samples are longer, with {of_tokens} of the tokens"
-    of = "" if choice.config.plan.mix is None else f" (as {choice.work.lengths.partition(':')[0]}; yours are not known)"
-    line = f"The same step in {where} of {tokens}: {format_share(choice.step.mfu.expected)}, "
+        longer = f"{share} of the samples, with {of_tokens} of the tokens, are longer than a pack."
+    if choice.config.plan.mix is not None:
+        longer += f" Headway assumes the lengths of {choice.work.lengths.partition(':')[0]}, because yours are unknown."
+    sizes = f"MFU {format_share(choice.step.mfu.expected)} in {format_bytes(choice.memory.peak)} of memory"
     settings = wrap(" ".join(f"--set\xa0{setting}" for setting in choice.settings), 76, break_long_words=False)
     pasted = " \\\n  ".join(settings).replace("\xa0", " ")
-    return f"{render_lines([f'{line}{format_bytes(choice.memory.peak)}. {longer}{of}.'])}\n  {pasted}"
+    return f"{render_lines([f'In {where} of {tokens} tokens, the same step reaches {sizes}. {longer}'])}\n  {pasted}"
 
 
 def _launches_text(time: "StepForecast") -> str:
@@ -117,7 +118,8 @@ def plans_text(names: "Sequence[str]", plans: "Sequence[tuple[Prediction, RunTot
     cells = [[key, *(row.get(key, "-") for row in rows)] for key in keys]
     table = render_table([Column("", "left"), *map(Column, names)], cells)
     note = (
-        "Expected values. `headway plan` of one alone has the best and worst case, the step by line, and ways to fit."
+        "The table has expected values. `headway plan` of one model also prints the best and the worst case, the lines "
+        "of the step, and ways to fit."
     )
     return in_red(f"{table}\n\n{render_lines([note])}")
 
@@ -215,7 +217,7 @@ def verdict(planned: "Prediction") -> str:
     return (
         f"{text}: fits, {left}"
         if planned.fit == "fits"
-        else f"{text}: tight, {left} where {format_share(1 - USABLE)} are kept"
+        else f"{text}: tight, {left}, but {format_share(1 - USABLE)} should stay free"
     )
 
 
@@ -230,7 +232,7 @@ def note_on_loops(planned: "Prediction") -> str:
         return ""
     return (
         "Memory: published runs with compiled blocks held 4 % less to 1 % more than planned. Eager loops of "
-        f"transformers held 8 to 25 % more, for which {format_bytes(total)} may be too little."
+        f"transformers held 8 to 25 % more, so {format_bytes(total)} may be too little."
     )
 
 
@@ -243,8 +245,8 @@ def ways_text(planned: "Prediction") -> str:
         adapters = "" if any("model.lora" in setting for setting in ways[0].settings) else "adapters (model.lora), "
         return render_lines(
             [
-                f"No settings make it fit {format_bytes(room)}. The least that was found is {ways[0]}, which takes "
-                f"{format_bytes(ways[0].peak_bytes)}; train {adapters}a smaller model, or on more devices."
+                f"No setting makes the run fit {format_bytes(room)}. The smallest one, {ways[0]}, takes "
+                f"{format_bytes(ways[0].peak_bytes)}. Train {adapters}a smaller model, or on more devices."
             ]
         )
     columns = [Column("what fits, by the plan (--set)", "left"), Column("size"), Column("what it costs", "left")]
@@ -293,11 +295,11 @@ def _left_out(planned: "Prediction") -> str:
     shape = planned.shape
     groups = sum(size > 1 for size in (shape.fsdp, shape.replicate, shape.sequence, shape.expert))
     if planned.device is None and planned.config.run.device == "cpu":
-        return "Planned for this machine's processor; --device NAME plans for another."
+        return "The plan is for this machine's processor. To plan for another device, add --device NAME."
     sizes = allowances(groups)
     parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items())
     total = format_bytes(sum(sizes.values()))
-    return f"Not in the sizes above, and allowed for on a CUDA device: {parts}; {total} in all."
+    return f"A CUDA device also holds, beside the sizes above: {parts}. Together these are {total}."
 
 
 def _flops_table(planned: "Prediction", packs: "Packs") -> str:
@@ -375,11 +377,12 @@ def note_on_auto(time: "StepForecast", faster: "StepForecast", more_bytes: int) 
         faster: with cuDNN's kernel where that suits a pack.
         more_bytes: that each device then holds beside.
     """
-    note = "speed.attention=auto is planned as FlashAttention-2, which every installation has; "
+    note = "The plan takes FlashAttention-2 for speed.attention=auto, because every installation has it. "
     gain = 1 - faster.step_s / time.step_s
     if gain < _LEAST_GAIN:
-        return f"{note}for these packs cuDNN's kernel would gain nothing."
+        return f"{note}For these packs cuDNN's kernel would gain nothing."
+    step, more = format_duration(faster.step_s), format_bytes(max(0, more_bytes))
     return (
-        f"{note}with nvidia-cudnn-frontend installed it takes cuDNN's: {format_duration(faster.step_s)} a step, "
-        f"{format_share(gain)} less, and {format_bytes(max(0, more_bytes))} more memory."
+        f"{note}If nvidia-cudnn-frontend is installed, auto takes cuDNN's kernel. A step then takes {step}, "
+        f"{format_share(gain)} less, and {more} more memory."
     )

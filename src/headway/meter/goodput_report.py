@@ -75,7 +75,7 @@ class GoodputReport:
         pairs = [
             ("goodput", format_share(self.goodput)),
             ("restarts", format_count(self.restarts)),
-            ("lost progress", f"{format_duration(round(self.lost_ns / 1e9, 3))} of steps done again, in recovery"),
+            ("lost progress", f"{format_duration(round(self.lost_ns / 1e9, 3))} of steps were done again, in recovery"),
             *([("ended by", presentable(self.failure))] if self.failure else []),
         ]
         return f"{render_table(columns, rows, footer=footer)}\n\n{render_pairs(pairs)}"

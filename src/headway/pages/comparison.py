@@ -53,9 +53,15 @@ def difference_points(a: ReportedRun, b: ReportedRun, compared: Comparison) -> l
     settings = _settings_in_words(a, b)
     interval = step_interval(a, b)
     if interval is None:
-        return [first, f"How sure that is cannot be told of fewer than {_FEW} steps.", *others, *exact, *settings]
+        return [
+            first,
+            f"Fewer than {_FEW} steps have no interval, so the difference may be chance.",
+            *others,
+            *exact,
+            *settings,
+        ]
     low, high = interval
-    sure = f"95 % interval: {100 * low:+.1f} to {100 * high:+.1f} % of A's step, by how the steps of each run vary"
+    sure = f"95 % interval, from how the steps of each run vary: {100 * low:+.1f} to {100 * high:+.1f} % of A's step"
     if low <= 0 <= high:
         return [first, f"{sure}. No difference is shown.", *_beyond_scatter(a, b, compared), *exact, *settings]
     return [first, f"{sure}.", *others, *exact, *settings]
@@ -74,7 +80,7 @@ def _waste_differs(a: ReportedRun, b: ReportedRun) -> list[str]:
     ratios = _computed_of_useful(a), _computed_of_useful(b)
     if math.isclose(*ratios, rel_tol=_SAME_WORK):
         return []
-    return [f"FLOPs that are computed for each useful one: {change(*ratios)}, by padding and recomputation."]
+    return [f"Because of padding and recomputation, B computes {change(*ratios)} FLOPs for each useful one."]
 
 
 def _peaks_differ(a: ReportedRun, b: ReportedRun) -> list[str]:
@@ -82,7 +88,7 @@ def _peaks_differ(a: ReportedRun, b: ReportedRun) -> list[str]:
     if None in peaks or math.isclose(*(peak or 0.0 for peak in peaks), rel_tol=_SAME_PEAK):
         return []
     rates = " and ".join(format_rate(peak or 0.0) for peak in peaks)
-    return [f"The peaks of a device differ, {rates}: MFU and times at peak differ with them for the same work."]
+    return [f"The runs were measured against other peaks, {rates}, so MFU differs for the same work."]
 
 
 def _steps_s(run: ReportedRun) -> "np.ndarray":
@@ -140,7 +146,7 @@ def _beyond_scatter(a: ReportedRun, b: ReportedRun, compared: Comparison) -> lis
         low, high = intervals.get(line.key, (0.0, 0.0))
         if not low <= 0 <= high and abs(line.ns) > _SAME_WORK * compared.a.mean.duration_ns:
             sure.append(f"{line.name} ({line.ns / 1e6:+,.2f} ms, 95 % interval {low:+,.2f} to {high:+,.2f})")
-    return [f"Beyond how the steps vary: {', '.join(sure)}."] if sure else []
+    return [f"These lines differ by more than the steps vary: {', '.join(sure)}."] if sure else []
 
 
 def difference_sections(a: ReportedRun, b: ReportedRun) -> dict[str, list[ReportSection]]:
@@ -218,7 +224,7 @@ def _losses(by: str, a: ReportedRun, b: ReportedRun) -> ReportSection:
             losses = [float(np.interp(at, *curve)) for curve in curves]
             cost_text = f"{at:,.0f}" if by == "tokens" else format_flops(at)
             rows.append([cost_text, *(f"{loss:.4f}" for loss in losses), f"{losses[1] - losses[0]:+.4f}"])
-    says = "Each loss is the mean of the last fiftieth of its run up to there."
+    says = "Each loss is a mean over the last fiftieth of the run before that point."
     title = f"Loss at equal {by}"
     # Costs in the unit that suits the larger run.
     scale = 1000.0 ** (math.floor(math.log10(max(float(cost[-1]) for cost, _ in curves) or 1.0)) // 3)
