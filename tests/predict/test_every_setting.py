@@ -13,6 +13,7 @@ from headway.devices import named_device
 from headway.errors import PlanError
 from headway.packing.mesh import MeshShape
 from headway.predict.communication import Links
+from headway.predict.engine import float8_of
 from headway.predict.exchanges import exchanges_of
 from headway.predict.memory import plan_memory
 from headway.predict.predictor import Predictor
@@ -162,12 +163,12 @@ def test_weights_of_converted_layers_are_gathered_in_float8(shards, offload, num
     matrices, norms = 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336), 2 * 4096
     sharing = Sharing(shards=shards, gathers=True, offload=offload, reshard=False)
     shape = MeshShape.of(8, replicate=8 // shards)
-    exchanges = exchanges_of(cost_model, saved, Workload([8192]), State(float8=True), sharing, shape)
+    exchanges = exchanges_of(cost_model, saved, Workload([8192]), State(float8=float8_of("headway")), sharing, shape)
     gathered = [x.num_bytes for x in exchanges.all if x.unit == "model.layers.1" and x.kind == "all-gather"]
     assert gathered == [number_bytes * matrices + 2 * norms] * (shards > 1)  # once, as blocks stay gathered
     memory = [
-        plan_memory(cost_model, saved, Workload([8192]), State(float8=float8, recompute="full"), sharing).at("backward")
-        for float8 in (False, True)
+        plan_memory(cost_model, saved, Workload([8192]), State(float8=way, recompute="full"), sharing).at("backward")
+        for way in (None, float8_of("headway"))
     ]
     assert memory[0].parts["gathered"] - memory[1].parts["gathered"] == 32 * (2 - number_bytes) * matrices
 

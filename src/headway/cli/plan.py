@@ -398,7 +398,7 @@ def named_recipe(recipe: str, settings: tuple[str, ...]) -> "tuple[CostModel, Tr
     from headway.predict.engine import with_engine
 
     if Path(recipe).suffix in (".yaml", ".yml"):
-        config = with_engine(load_config(Path(recipe), settings))
+        config = with_engine(load_config(Path(recipe), settings), warn)
         return resolve_ledger(config.model), config
     cost_model = resolve_cost_model(recipe)
     raw = {
@@ -408,7 +408,7 @@ def named_recipe(recipe: str, settings: tuple[str, ...]) -> "tuple[CostModel, Tr
         "run": {"folder": "runs/plan"},
         "plan": {"mix": "images" if cost_model.has_vision else "chats"},
     }
-    return cost_model, with_engine(with_overrides(raw, settings))
+    return cost_model, with_engine(with_overrides(raw, settings), warn)
 
 
 def speeds_of(config: "TrainConfig", cost_model: "CostModel", device: "Device | None", devices: int) -> "Speeds":

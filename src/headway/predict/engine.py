@@ -2,8 +2,7 @@
 
 import difflib
 import tomllib
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import cache
@@ -14,7 +13,7 @@ from headway.config import TrainConfig, changed_config
 from headway.count import CostModel, Workload
 from headway.devices import Device
 from headway.errors import ConfigError
-from headway.predict.speeds import ATTENTION_KERNELS, Speeds
+from headway.predict.speeds import ATTENTION_KERNELS, Shape, Speeds
 
 Update = Literal["separate", "one pass"]
 """Kernels of an optimizer for numbers in other types than float32: one for each operation, or one for all."""
@@ -23,6 +22,41 @@ FLEX = 0.87
 
 Source: PyTorch's announcement, pytorch.org/blog/flexattention, 2024-08-07.
 """
+
+
+@dataclass(frozen=True, slots=True)
+class Float8:
+    """Casts and products of linear layers in float8, by a row of `float8.toml`, which says what each number is."""
+
+    input_bytes: int
+    gradient_bytes: int
+    weight_bytes: int
+    source: str
+    read_on: date
+    result_bytes: int = 0
+    gathers: bool = False
+    casts_each_step: bool = False
+    rate: float = 1.0
+    copies: bool = False
+
+    def moved_bytes(self, phase: str, shape: Shape, shards: int, packs: int) -> float:
+        """Bytes that casts and scales of one product move.
+
+        Args:
+            phase: forward, recompute, dgrad or wgrad; forward has the casts of a layer's input and weight, dgrad those
+                of the gradient.
+            shape: of the product.
+            shards: processes that gather its weight from one another; 1 where none is gathered.
+            packs: of a step.
+
+        >>> float8_of("megatron").moved_bytes("forward", (8192, 4096, 4096), shards=1, packs=4) / 2**20
+        144.0
+        """
+        m, k, n = shape
+        if phase in ("dgrad", "wgrad"):
+            return (self.gradient_bytes * m * k if phase == "dgrad" else 0) + self.result_bytes * m * n
+        weights = k * n / (packs if self.casts_each_step else 1) / (shards if self.gathers else 1)
+        return self.input_bytes * m * k + self.weight_bytes * weights
 
 
 @dataclass(frozen=True)
@@ -41,6 +75,7 @@ class Engine:
         bias_bytes: bytes that are moved for a number of a bias of experts, by the name of the parameter.
         logit_bytes: bytes of a logit that are held where the loss is fullest; None for what the recipe's loss holds.
         keeps: linear modules whose results recomputation keeps besides attention's.
+        float8: its products in float8, a row of `float8.toml`.
         time: of computing over what Headway's rates give, by kind of model and precision, such as "experts fp8".
         source: where this was read.
         rates_source: published runs to which `time` is fitted.
@@ -57,6 +92,7 @@ class Engine:
     bias_bytes: Mapping[str, int] = field(default_factory=dict)
     logit_bytes: int | None = None
     keeps: tuple[str, ...] = ()
+    float8: str = "torchao-tensorwise"
     time: Mapping[str, float] = field(default_factory=dict)
     source: str = ""
     rates_source: str = ""
@@ -116,6 +152,17 @@ def engines() -> Mapping[str, Engine]:
     return {"headway": HEADWAY, **others}
 
 
+@cache
+def _ways_of_float8() -> Mapping[str, Float8]:
+    rows = tomllib.loads(Path(__file__).with_name("float8.toml").read_text("utf-8"))
+    return {name: Float8(**row) for name, row in rows.items()}
+
+
+def float8_of(engine: str) -> Float8:
+    """The products in float8 of an engine."""
+    return _ways_of_float8()[engine_named(engine).float8]
+
+
 def engine_named(name: str) -> Engine:
     """The engine of a name.
 
@@ -130,30 +177,23 @@ def engine_named(name: str) -> Engine:
     return table[name]
 
 
-def refused_settings(config: TrainConfig) -> list[str]:
-    """Settings of the recipe's engine that have no effect in the recipe and are left out, as "name=value"."""
-    settings = engine_named(config.plan.engine).settings
-    parts = {name: getattr(config, name.partition(".")[0]) for name in settings}
-    return [
-        f"{name}={value}"
-        for name, value in settings.items()
-        if (key := name.partition(".")[2]) not in parts[name].model_fields_set and getattr(parts[name], key) != value
-    ]
-
-
-def with_engine(config: TrainConfig) -> TrainConfig:
+def with_engine(config: TrainConfig, warn: Callable[[str], None]) -> TrainConfig:
     """Lay the settings of the recipe's engine below its own: those that it names stay.
 
-    A setting of the engine that has no effect in this recipe is left out, as one for several packs a step where there
-    is one.
+    Args:
+        config: the recipe.
+        warn: told of each setting that the recipe refuses, as one for several packs a step where there is one.
 
     Raises:
         ConfigError: `plan.engine` is not known.
     """
-    settings = engine_named(config.plan.engine).settings
-    parts = {name: name.split(".") for name in settings}
-    unset = [name for name, (section, key) in parts.items() if key not in getattr(config, section).model_fields_set]
-    for name in unset:
-        with suppress(ConfigError):  # `refused_settings` tells of it
-            config = changed_config(config, {name: settings[name]})
+    name = config.plan.engine
+    settings = engine_named(name).settings
+    parts = {setting: setting.split(".") for setting in settings}
+    for setting in [s for s, (section, key) in parts.items() if key not in getattr(config, section).model_fields_set]:
+        try:
+            config = changed_config(config, {setting: settings[setting]})
+        except ConfigError as error:
+            reason = " ".join(str(error).split()).rstrip(".")
+            warn(f"plan.engine={name} without its {setting}={settings[setting]}, which this recipe refuses: {reason}.")
     return config

@@ -15,7 +15,7 @@ from headway.meter.slow_code import slow_code_of_plan
 from headway.packing.lengths import LengthTable
 from headway.packing.mesh import MeshShape
 from headway.predict.communication import Exchanges, Links
-from headway.predict.engine import engine_named, refused_settings
+from headway.predict.engine import engine_named, float8_of
 from headway.predict.exchanges import exchanges_of
 from headway.predict.fitting import Way, room_of, ways_to_fit
 from headway.predict.memory import MemoryPlan, plan_memory
@@ -279,9 +279,7 @@ class Predictor:
         saved = self.saved[precision_of(config, shape.world_size)]
         notes = []
         if config.plan.engine != "headway":
-            without = " and ".join(refused_settings(config))
-            without = f", without its {without}, which has no effect in this recipe" if without else ""
-            notes.append(f"priced as {engine_named(config.plan.engine).title} runs it (plan.engine){without}")
+            notes.append(f"priced as {engine_named(config.plan.engine).title} runs it (plan.engine)")
         if speed.recompute_bytes is not None:
             chosen = choice_in_words(recompute_of(config, cost_model, self.saved, shape), cost_model.block_towers)
             notes.append(f"speed.recompute={speed.recompute} {chosen}")
@@ -293,7 +291,7 @@ class Predictor:
             notes.append(
                 "activations are those of fused kernels, which Liger has for most elementwise operations, not all"
             )
-        if config.run.dtype == "float8":
+        if config.run.dtype == "float8" and float8_of(config.plan.engine).copies:
             notes.append("float8 copies of weights and activations are not counted")
         if saved.left_out:
             notes.append(f"activations of {', '.join(saved.left_out[:3])} are not explained, and missing")

@@ -17,6 +17,7 @@ from headway.packing.budget import square_grid
 from headway.packing.mesh import MeshShape
 from headway.plugins import objective_of
 from headway.predict.activations import BFLOAT16, FLOAT32
+from headway.predict.engine import Float8, float8_of
 from headway.predict.recompute import least_within
 
 Precision = Literal["bfloat16", "bfloat16-autocast", "float32"]
@@ -48,7 +49,7 @@ class State:
     clips: bool = True  # whether gradients are scaled to a norm
     averaged: bool = False  # whether there is a moving average of the weights that learn, in float32
     average_every: int = 1  # steps between its updates
-    float8: bool = False  # whether blocks multiply in float8
+    float8: Float8 | None = None  # products of blocks in float8
     offload: bool = False  # whether the host updates
     one_pass: bool = False  # whether AdamW makes one pass over large parameters in bfloat16
     accumulates: bool = False  # whether a step sums several packs
@@ -160,7 +161,7 @@ def state_of(config: TrainConfig, precision: Precision, recompute: str) -> State
         clips=config.optim.clip is not None,
         averaged=config.optim.ema is not None,
         average_every=1 if config.optim.ema is None else config.optim.ema.every,
-        float8=config.run.dtype == "float8",
+        float8=float8_of(config.plan.engine) if config.run.dtype == "float8" else None,
         offload=config.parallel.offload,
         one_pass=not (config.parallel.offload or config.run.device.startswith("cpu")),
         accumulates=config.optim.accumulation > 1,

@@ -119,8 +119,6 @@ FLOAT8 = 0.9
 Source: Bekman, Machine Learning Engineering, compute/accelerator, tables of achieved matrix products, read 2026-11-26:
 0.709 over 0.803 on H100, 0.734 on H200, 0.776 over 0.838 on GH200, 0.763 over 0.776 on B200.
 """
-FLOAT8_CAST_BYTES = 5
-"""Bytes that casting a number of an operand moves: read for the largest of its tensor, read again, written."""
 # Assumed likewise.
 BANDWIDTH = Cases(0.9, 0.8, 0.6)
 # Steps of small models on a CPU took 0.87 to 1.40 times as long as what was measured of their parts foretold.
@@ -287,25 +285,33 @@ class Speeds:
         slowdown = 1.0 if self.is_measured else 1 + GROUPED_ROWS / rows
         return self.product_s(slowdown * flops, None, 0)
 
-    def product_s(self, flops: float, shape: Shape | None, number_bytes: int, *, float8: bool = False) -> Cases:
+    def product_s(
+        self,
+        flops: float,
+        shape: Shape | None,
+        number_bytes: int,
+        *,
+        float8: float | None = None,
+        casts: float = 0.0,
+    ) -> Cases:
         """Predict the time of matrix products [s].
 
         Args:
             flops: of all of them.
             shape: of each; None where it is not known.
             number_bytes: of each number of the factors and the product.
-            float8: whether both factors are cast to float8 first.
+            float8: rate in float8 over that of one scale a tensor; None where the products are not in float8.
+            casts: bytes that casts and scales of each product move besides.
         """
         if not self.products:
-            peak = FLOAT8 * self.peak_flops_per_s if float8 else self._peak_of_products
+            peak = self._peak_of_products if float8 is None else float8 * FLOAT8 * self.peak_flops_per_s
             computed = Cases(*(flops / (share * peak) for share in self.product_shares))
             if shape is None:
                 return computed
             m, k, n = shape
             count = flops / (2 * m * k * n)
-            cast = self.memory_s(count * (m * k + k * n) * FLOAT8_CAST_BYTES if float8 else 0.0)
             moved = self.memory_s(count * (m * k + k * n + m * n) * number_bytes)
-            return Cases(*map(max, computed, moved)) + cast
+            return Cases(*map(max, computed, moved)) + self.memory_s(count * casts)
         return MEASURED.times(flops / (self.ceiling_flops_per_s if shape is None else self._rate(shape)))
 
     def _rate(self, shape: Shape) -> float:

@@ -284,7 +284,10 @@ class StepTimes:
             state: dtypes, and how forward computes.
         """
         rows, padding = self._run_again(work, state), self._padding(work, state)
-        amounts = {(row.name, row.driver): row.forward / self._per_unit(row.name, row.driver) for row in rows}
+        amounts = {
+            (row.name, row.driver): row.forward / (self._kinds[row.name, row.driver]["forward"].total() or 1)
+            for row in rows
+        }
         took: dict[str, Cases] = {}
         for row in rows:
             seconds = self._component_s(row, _share(row, padding, work), work, state, amounts)
@@ -323,10 +326,6 @@ class StepTimes:
     def _line(key: str, seconds: Cases) -> TimeLine:
         return TimeLine(key, NAMES[key], seconds)
 
-    def _per_unit(self, component: str, driver: str) -> int:
-        """FLOPs of a component's forward for one unit of its driver."""
-        return self._kinds[component, driver]["forward"].total() or 1
-
     def _component_s(
         self, row: FlopRow, factor: float, work: StepWork, state: State, amounts: Mapping[tuple[str, str], float]
     ) -> Cases:
@@ -346,8 +345,11 @@ class StepTimes:
                 elif kind == "experts":
                     seconds += self._speeds.grouped_s(share, units * self._chosen.get(row.name, 1.0) * work.expert)
                 else:
-                    shape, float8 = product_shape(phase, math.ceil(units), features), state.float8 and kind == "float8"
-                    seconds += self._speeds.product_s(share, shape, state.compute_bytes, float8=float8)
+                    shape, rate, casts = product_shape(phase, math.ceil(units), features), None, 0.0
+                    if state.float8 is not None and kind == "float8" and shape is not None:
+                        rate, shards = state.float8.rate, 1 if state.offload else work.shards
+                        casts = state.float8.moved_bytes(phase, shape, shards, work.packs)
+                    seconds += self._speeds.product_s(share, shape, state.compute_bytes, float8=rate, casts=casts)
         queries = amounts.get(self._queries.get((row.name, row.driver), ("", ""))) or work.tokens
         pairs = amounts[row.name, row.driver]
         if not any(attention.values()):
@@ -380,7 +382,7 @@ class StepTimes:
         slots = (work.pack.slots if work.pack.logits is None else work.pack.logits) / work.sequence
         moved += self._engine.bytes_of_biases(self._cost_model, work.pack)
         moved += work.sequence * loss_bytes(self._cost_model, slots, state, fused=fused, learns=bool(self._alive))
-        gradients = self._trained if work.gradients is None else work.gradients
+        gradients = self._cost_model.params.trainable if work.gradients is None else work.gradients
         accumulated = 3 * state.weight_bytes * gradients if work.packs > 1 else 0
         return moved / work.sequence + accumulated + self._dequantising_bytes(work, state)
 
@@ -424,10 +426,6 @@ class StepTimes:
             seconds += Cases.exact((1 + (block in again)) * (SORTS_S + slots * TOP_K_S))
         return seconds
 
-    @property
-    def _trained(self) -> int:
-        return self._cost_model.params.trainable
-
     def _optimizer_s(self, work: StepWork, state: State) -> Cases:
         """Time of an update: the bytes that it reads and writes, and Muon's products."""
         # gradients are read for their norm and scaled; then the update reads and writes what it is about
@@ -437,7 +435,7 @@ class StepTimes:
             num_bytes += clipping_bytes(state, trained, update) + update_bytes(state, trained, update, rule)
         # the moving average is read and written, and the weights read for it, at some of the steps
         if state.averaged:
-            num_bytes += (2 * FLOAT32 + state.weight_bytes) * self._trained / state.average_every
+            num_bytes += (2 * FLOAT32 + state.weight_bytes) * self._cost_model.params.trainable / state.average_every
         moved = (self._speeds.host_memory_s if state.offload else self._speeds.memory_s)(num_bytes / work.shards)
         if not RULES[state.rule].iterations:
             return moved

@@ -271,7 +271,7 @@ class Holding:
     @staticmethod
     def of(state: State, sharing: Sharing) -> "Holding":
         """Read the holding off a run's dtypes and sharing."""
-        float8 = state.float8 and sharing.shards > 1 and not sharing.offload
+        float8 = state.float8 is not None and state.float8.gathers and sharing.shards > 1 and not sharing.offload
         numbers = (state.weight_bytes, state.compute_bytes, state.base)
         return Holding(*numbers, sharing.gathers, float8, sharing.shards, sharing.expert)
 
