@@ -117,6 +117,8 @@ def update_launches(
             numels.setdefault(rules[p.name], []).append(-(-p.numel // shards))
     # norms of tensors, of all of them and of all processes; three operators and a bound make the factor of clipping
     tensors = [numel for parts in numels.values() for numel in parts]
+    if not tensors:
+        return 0
     count = (packs - 1) * len(tensors) + _listed(tensors, 1) + 4 + (4 if state.clips else 0)
     reads = 1 if state.moment_bytes >= BFLOAT16 else 5  # codes and scales are laid together, looked up and multiplied
     writes = 5 if state.moment_bytes >= BFLOAT16 else 9  # rounded with a random number; or scales and codes are found
