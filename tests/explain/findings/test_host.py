@@ -62,6 +62,9 @@ PAGEABLE, PINNED = "Memcpy HtoD (Pageable -> Device)", "Memcpy HtoD (Pinned -> D
         (PINNED, 114e6, 6.2, "NVIDIA H100 80GB HBM3", "far below its rate"),
         (PINNED, 512, 0.1, "NVIDIA H100 80GB HBM3", "many small copies"),
         ("Memcpy DtoD (Device -> Device)", 2e8, 900, "NVIDIA H100 80GB HBM3", "on the device itself"),
+        # HTA's trace_diff
+        ("Memcpy DtoD (Device -> Device)", 7.38e6, 326, "Tesla V100-SXM2-32GB", "on the device itself"),
+        ("Memcpy PtoP (Device -> Device)", 2e8, 300, "NVIDIA H100 80GB HBM3", "on the device itself"),
         ("Memcpy HtoD (Host -> Device)", 50e6, 20, "AMD Instinct MI250X", "not hidden behind work"),  # ROCm's
         ("Memcpy HtoD", None, 20, "NVIDIA H100 80GB HBM3", "not hidden behind work"),
     ],
@@ -80,6 +83,8 @@ def test_what_is_said_of_copies_is_in_their_own_fields(tmp_path, name, size, gb_
     assert name in found.seen
     if size is not None and size > 1e6:
         assert f"at {gb_per_s:.3g} GB/s" in found.seen
+        crosses_the_link = "HtoD" in name or "DtoH" in name  # to or from the host
+        assert ("of the link's" in found.seen) == (crosses_the_link and device != "a device of no table")
 
 
 @pytest.mark.parametrize("call", ["hipMemcpyWithStream", "cudaMemcpyAsync", "cudaMemcpy"])
