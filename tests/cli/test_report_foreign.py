@@ -10,9 +10,9 @@ from markdown_it import MarkdownIt
 
 from headway.cli.explain import explain
 from headway.cli.report import report
-from headway.pages.page import report_markdown
 from headway.pages.run import read_run
 from helpers.cases import PAYLOADS
+from helpers.pages import report_markdown
 
 OURS = {
     "p",

@@ -8,6 +8,8 @@ import select
 import shutil
 import subprocess
 
+from headway.pages.page import page_of
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 _KEYS = {"Tab": 9, "Enter": 13, "End": 35, "Home": 36, "ArrowLeft": 37, "ArrowRight": 39}  # by their codes on Windows
 _LETTERS = {"+": 187, "-": 189, "0": 48}  # keys that write themselves
@@ -216,3 +218,8 @@ def anchors(page):
         again = sum(one == slug for one, _ in found)
         found.append((slug, f"{slug}-{again}" if again else slug))
     return [anchor for _, anchor in found]
+
+
+def report_markdown(*runs):
+    """The page of a run, or of two, as Markdown."""
+    return page_of(*runs).as_markdown()

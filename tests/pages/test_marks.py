@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.pages.page import report_markdown, report_page
+from headway.pages.page import report_page
 from headway.pages.run import read_run
 from headway.pages.steps import marks_of, stage_begins, stages
 from headway.report.charts import ChartMark
-from helpers.pages import write_run
+from helpers.pages import report_markdown, write_run
 from helpers.runs import read_metrics
 
 

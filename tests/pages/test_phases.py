@@ -3,10 +3,11 @@
 import json
 import re
 
-from headway.pages.page import report_markdown, report_page
+from headway.pages.page import report_page
 from headway.pages.run import read_run
 from headway.pages.steps import phases
 from helpers.loops import metered_rl_loop
+from helpers.pages import report_markdown
 
 
 def test_phases_of_the_mean_step_are_a_table_that_adds_up_to_it(tmp_path):

@@ -14,12 +14,12 @@ from headway.devices import Peak
 from headway.errors import ConfigError, UsageError
 from headway.meter import Meter
 from headway.pages.comparison import _interval
-from headway.pages.page import page_of, report_markdown, report_page
+from headway.pages.page import page_of, report_page
 from headway.pages.run import read_run
 from headway.report.page import svg_file
 from headway.report.section import markdown_text
 from helpers.device import COST_MODEL, Clock
-from helpers.pages import write_run
+from helpers.pages import report_markdown, write_run
 
 HOSTILE = '<script>alert(1)</script>"><img onerror=x> ]]> </style>'
 

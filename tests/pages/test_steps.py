@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from headway.errors import ConfigError
 from headway.explain.explanation import Finding
 from headway.meter.goodput_report import account
-from headway.pages.page import is_headline, page_of, report_markdown, report_page
+from headway.pages.page import is_headline, page_of, report_page
 from headway.pages.run import in_order, read_run
-from helpers.pages import write_run
+from helpers.pages import report_markdown, write_run
 from helpers.runs import read_metrics
 
 

@@ -10,10 +10,10 @@ import yaml
 
 from headway.config import parse_config
 from headway.data.feed import make
-from headway.pages.page import report_markdown, report_page
+from headway.pages.page import report_page
 from headway.pages.run import read_run
 from headway.train.run import train
-from helpers.pages import Browser
+from helpers.pages import Browser, report_markdown
 from helpers.processes import TRAIN, start_processes
 
 A4 = round((210 - 2 * 15) / 25.4 * 96)  # width of a page without its margins of 15 mm [pixels of CSS]

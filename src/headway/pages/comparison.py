@@ -53,13 +53,8 @@ def difference_points(a: ReportedRun, b: ReportedRun, compared: Comparison) -> l
     settings = _settings_in_words(a, b)
     interval = step_interval(a, b)
     if interval is None:
-        return [
-            first,
-            f"Fewer than {_FEW} steps have no interval, so the difference may be chance.",
-            *others,
-            *exact,
-            *settings,
-        ]
+        unsure = f"Fewer than {_FEW} steps have no interval, so the difference may be chance."
+        return [first, unsure, *others, *exact, *settings]
     low, high = interval
     sure = f"95 % interval, from how the steps of each run vary: {100 * low:+.1f} to {100 * high:+.1f} % of A's step"
     if low <= 0 <= high:

@@ -162,11 +162,6 @@ def report_page(*runs: ReportedRun) -> str:
     return page_of(*runs).as_html()
 
 
-def report_markdown(*runs: ReportedRun) -> str:
-    """Render a run, or two, as Markdown."""
-    return page_of(*runs).as_markdown()
-
-
 def _card(run: ReportedRun, mean: MeanWaterfall) -> tuple[ReportSection, list[ReportSection]]:
     """Choose what a reader of a run must know first, and the findings that stand behind it."""
     sections = [
