@@ -99,7 +99,7 @@ def run_headway(mix: Mix, shape: Shape, device: torch.device, *, compiled: bool 
     )  # fmt: skip
     clock, work, collator = Clock(device), [], Collator(geometry=vision_geometry(model))
     for start in range(0, shape.steps * shape.batch, shape.batch):
-        batch = collator(mix.samples[start : start + shape.batch])
+        batch = collator(mix.samples[start : start + shape.batch]).dealt(None)
         work.append(batch.work(skips_unlabelled=True))
         batch = batch.to(device)
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):

@@ -176,7 +176,7 @@ def measure_engine(case: Case, conditions: Conditions, deadline_s: float, tell: 
     if conditions.separate_updates:
         optimizer.one_pass_on = None
     parameters = [p for p in model.parameters() if p.requires_grad]
-    batches = [batch.to(device) for batch in batches]
+    batches = [batch.dealt(None).to(device) for batch in batches]
     predicted = predicted_memory(setup, config, cost_model, layers, packs, is_small=is_small)
     memory = Memory(device, batches, predicted)
     tell(

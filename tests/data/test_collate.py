@@ -1,3 +1,5 @@
+from unittest.mock import patch
+
 import pytest
 import torch
 from hypothesis import given
@@ -87,6 +89,18 @@ def test_model_inputs_hold_what_the_forward_takes_and_no_labels():
     assert inputs["pack_segments"] == ((4, 4), (3, 3))  # lengths, and positions that begin anew
     assert inputs["position_ids"].shape == (3, 1, 7)
     assert collate([made_up(0, 4, [True] * 4, [])]).model_inputs()["position_ids"].shape == (1, 4)
+
+
+@given(packs())
+def test_labels_are_listed_of_a_dealt_pack_alone_by_the_slots_of_its_process(samples):
+    whole = collate(samples)
+    assert whole.labelled_K is None
+    half = whole.slots // 2
+    for part, group in ((slice(None), None), (slice(0, half), "first"), (slice(half, None), "second")):
+        with patch("headway.data.collate.local_slots", return_value=part):
+            dealt = whole.dealt(group)
+        labels = whole.labels_1T[0, part].tolist()
+        assert dealt.labelled_K.tolist() == [place for place, label in enumerate(labels) if label != -100]
 
 
 def test_a_pack_of_text_alone_has_no_pixels():

@@ -173,7 +173,7 @@ def predicted(kind: str, config: TrainConfig, batch: Batch, *, devices: int = 1)
 def batch_of(kind: str, model: Any, config: TrainConfig) -> Batch:
     """A pack of a kind, collated as training does."""
     if kind in BATCHES:
-        return BATCHES[kind](model)
+        return BATCHES[kind](model).dealt(None)
     collator = Collator(
         geometry=vision_geometry(model),
         pixel_scale=steps._scale(model.config),
@@ -182,7 +182,7 @@ def batch_of(kind: str, model: Any, config: TrainConfig) -> Batch:
     )
     rule, is_video = rope_index(model), _kind(kind) == "video"
     samples = PACKS.get(kind) or PACKS["little text" if kind.startswith("little") else "text"]
-    return collator([steps.encoded(model.config, rule, *sample, is_video=is_video) for sample in samples])
+    return collator([steps.encoded(model.config, rule, *sample, is_video=is_video) for sample in samples]).dealt(None)
 
 
 def run_moments(kind: str, config: TrainConfig, *, detail: bool = False) -> tuple[Moments, MemoryPlan]:

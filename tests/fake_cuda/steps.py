@@ -233,7 +233,7 @@ def pack_of(config: TrainConfig, trained: Trained) -> Batch:
     )
     rule, is_video = rope_index(model), config.plan.mix is not None and MIXES[config.plan.mix].kind == "videos"
     samples = fullest_pack(config, trained.cost_model)
-    return collator([encoded(model.config, rule, *sample, is_video=is_video) for sample in samples])
+    return collator([encoded(model.config, rule, *sample, is_video=is_video) for sample in samples]).dealt(None)
 
 
 def _scale(config: Any) -> Any:

@@ -36,7 +36,7 @@ def test_a_step_does_not_wait_for_the_device(recompute):
         collate = Collator(
             geometry=vision_geometry(trained.model), pixel_scale=steps._scale(trained.model.config), bucket_tokens=128
         )
-        batch = collate([preference(config, rule, 60, 50, 70), preference(config, rule, 90, 40)])
+        batch = collate([preference(config, rule, 60, 50, 70), preference(config, rule, 90, 40)]).dealt(None)
         assert batch.workload.num_images == 2
         calls = []
 

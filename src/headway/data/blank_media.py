@@ -92,6 +92,7 @@ def _with_tokens(batch: Batch, tokens_S: torch.Tensor, collator: Collator) -> Ba
         batch,
         input_ids_1T=torch.cat([batch.input_ids_1T[:, :start], tail_S[None]], dim=1),
         labels_1T=pad(batch.labels_1T, (0, more), value=IGNORED),
+        labelled_K=None,  # other slots may be this process's now
         position_ids_R1T=torch.cat([batch.position_ids_R1T[..., :start], positions_R1T], dim=2),
         cu_seqlens_N=torch.tensor(boundaries_N, dtype=torch.int32),
         max_seqlen=max(batch.max_seqlen, len(tail_S)),

@@ -91,8 +91,7 @@ class Batch:
         splits: who sees whom where answers share a prompt, as `headway.models.attention` takes it; None where segments
             say it.
         segments: lengths and positions of the segments of a pack that is on a device, which nobody has to wait for.
-        labelled_K: slots with a label, numbered among those that this process computes; None where they are not listed.
-            A pack that several processes share is dealt (`dealt`) before its labels are cut.
+        labelled_K: slots with a label, numbered among those that this process computes; None until the pack is dealt.
     """
 
     input_ids_1T: torch.Tensor
@@ -201,19 +200,18 @@ class Batch:
         return replace(self, family_inputs=self.family_inputs.noised(self.origins, seed, step))
 
     def dealt(self, group: ProcessGroup | None) -> "Batch":
-        """This process's part of a shared pack: its labels, and what a family laid out; models cut the rest themselves.
+        """This process's part of a pack: its labels, and what a family laid out; models cut the rest themselves.
 
         Raises:
             TrainingError: as `local_slots` has it.
         """
-        if group is None:
-            return self
         dealt = self
-        if self.family_inputs is not None:
+        if group is not None and self.family_inputs is not None:
             inputs = {"input_ids": self.input_ids_1T, "position_ids": self.position_ids_R1T[0]}
             inputs |= self._pixels()
             dealt = replace(self, media={}, family_inputs=self.family_inputs.dealt(inputs, group))
-        return replace(dealt, labelled_K=labelled_slots(self.labels_1T[0, dealt.local_slots(group)]))
+        labelled_K = labelled_slots(self.labels_1T[0, dealt.local_slots(group)])
+        return replace(dealt, labelled_K=labelled_K.pin_memory() if self.labels_1T.is_pinned() else labelled_K)
 
     def local_slots(self, group: ProcessGroup | None) -> slice | torch.Tensor:
         """The slots that this process computes, by which labels and source ids are cut; all slots of an unshared pack.
@@ -362,7 +360,7 @@ class Collator:
             for name, tensors in media.items():
                 if MODALITIES[name].tower == "vision":
                     vision |= self.geometry.inputs(tensors.sizes, f"{MODALITIES[name].kind}_")
-        input_ids_1T, labels_T = torch.cat(ids)[None], torch.cat(labels)
+        input_ids_1T = torch.cat(ids)[None]
         # Work is counted of the samples' own media, without the padding that fills buckets.
         branches = any(sample.prompt for sample in samples)
         workload = Workload(
@@ -377,7 +375,7 @@ class Collator:
         source_ids = [number for number, segments in zip(numbers, views, strict=True) for _ in segments]
         return Batch(
             input_ids_1T=input_ids_1T,
-            labels_1T=labels_T[None],
+            labels_1T=torch.cat(labels)[None],
             position_ids_R1T=torch.cat(positions, dim=1)[:, None],
             cu_seqlens_N=pad(segments_N.cumsum(0), (1, 0)).to(torch.int32),
             max_seqlen=int(segments_N.max()),
@@ -395,7 +393,6 @@ class Collator:
             sample_tokens=tuple(sample.tokens for sample in samples),
             answers=answers_of(samples, numbers),
             splits=SplitMask.of(workload) if branches or self.shares_prompts else None,
-            labelled_K=labelled_slots(labels_T),
         )
 
     def _pad(self, tokens: int, media: Mapping[str, MediaTensors]) -> tuple[torch.Tensor, dict[str, MediaTensors]]:
