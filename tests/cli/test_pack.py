@@ -8,6 +8,11 @@ import numpy as np
 import pytest
 
 from headway.cli.pack import _measured
+from headway.cli.resolve import resolve_cost_model
+from headway.count import Workload
+from headway.data import Encoder
+from headway.data.collate import Collator
+from headway.data.sources import open_source
 from headway.models import load_processor
 from headway.synthetic.digits import write_reader
 from headway.synthetic.processor import write_processor
@@ -134,6 +139,13 @@ def test_data_are_measured_by_the_models_own_processor(headway, tmp_path, monkey
     index = json.loads(headway("index", data, "--model", model, "--on-bad", "skip", "--json").out)
     assert source["tokens"] == index["indices"][0]["tokens"]
     assert record["strategies"]["balanced"]["tokens"] == source["tokens"]
+    # a step of all costs what the run is billed for it: its head runs on the answers alone
+    plan = json.loads(headway(*run[:-2], 60, "--strategy", "none", "--json").out)["strategies"]["none"]
+    encoder = Encoder(load_processor(model))
+    opened = open_source(write(tmp_path, "\n".join(lines[:-1]), "good.jsonl"))
+    batches = [Collator()([encoder.encode(opened[row])]) for row in range(60)]
+    work = Workload.total(batch.work(skips_unlabelled=True) for batch in batches)
+    assert plan["step_flops"] == pytest.approx(resolve_cost_model(str(model)).count(work).total)
     # a bound on texts, as of the run: those of the longest questions are beyond it
     longest = max(len(load_processor(model).apply_chat_template(c["messages"], tokenize=False)) for c in chats)
     bounded = json.loads(headway(*run, "--max-characters", longest - 1).out)["sources"]["chats"]

@@ -199,7 +199,7 @@ def _of_data(
         return DataView(model, samples, (), (), None, {})
     indices = _indices(sources, model, max_characters, settings)
     budget = Budget(packing_length)
-    items, counts = Items.build(indices, budget, policy, resolve_cost_model(model))
+    items, counts = Items.build(indices, budget, policy, resolve_cost_model(model), skips_unlabelled=True)
     plan = Plan(items, Order.epochs(items.sizes, 1, seed=seed), budget, ranks, seed=seed) if len(items) else None
     return _planned(model, sources, indices, encoder, rows, plan, counts, budget, num_packs)
 
@@ -249,8 +249,8 @@ def _of_config(config: "TrainConfig", rows: range, num_packs: int, ranks: int) -
     # The plan of the run itself: the same items, order and packs.
     budget = budget_of(data)
     dropout = encoder.dropout(config.run.seed)
-    skipped = costs.head_flops if config.skips_unlabelled else 0.0
-    items, counts = Items.build(indices, budget, overlong_of(data), costs, dropout, skipped)
+    skips = config.skips_unlabelled
+    items, counts = Items.build(indices, budget, overlong_of(data), costs, dropout, skips_unlabelled=skips)
     plan = Plan(
         items,
         Order(items.sizes, stages, seed=data.seed, tells_epochs=dropout is not None),

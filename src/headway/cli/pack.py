@@ -123,7 +123,8 @@ def pack(
     sources = _lengths(data, lengths, model, max_characters, options.column_names(column), media)
     has_patches = any(source.patches.any() for source in sources.values())
     name = model or (IMAGE_MODEL if has_patches else TEXT_MODEL)
-    planned, counts = Items.build(sources, budget, policy, resolve_cost_model(name))
+    # The head runs on labelled tokens alone, as in training, where the data say which tokens have a label.
+    planned, counts = Items.build(sources, budget, policy, resolve_cost_model(name), skips_unlabelled=bool(data))
     if not len(planned):
         num_read = sum(count.read for count in counts.values())
         raise DataError(f"None of {num_read} samples fits a pack of {packing_length} tokens. Raise --packing-length.")

@@ -178,7 +178,8 @@ class Items:
         overlong: Policies = "error",
         cost_model: CostModel | None = None,
         dropout: Dropout | None = None,
-        unlabelled_flops: float = 0.0,
+        *,
+        skips_unlabelled: bool = False,
     ) -> tuple["Items", dict[str, OverlongCounts]]:
         """Number the samples of all sources, by the policy for samples that exceed a pack.
 
@@ -191,8 +192,7 @@ class Items:
                 the others out. One for all sources, or by name for each.
             cost_model: the trained model's costs; None plans by tokens.
             dropout: of conditions, which sources with `parts` and `part_costs`, as a length index's, have.
-            unlabelled_flops: what a token without a label costs less than the cost model says, of a head that leaves
-                such tokens out.
+            skips_unlabelled: whether the model's head leaves out tokens without a label.
 
         Returns:
             The items, and what became of the samples of each source.
@@ -227,8 +227,9 @@ class Items:
                 if dropout is not None
             ),
         )
-        if unlabelled_flops:
-            np.subtract(items.costs, unlabelled_flops * items.unlabelled(list(sources.values())), out=items.costs)
+        if skips_unlabelled and cost_model is not None and cost_model.head_flops:
+            unlabelled = items.unlabelled(list(sources.values()))
+            np.subtract(items.costs, cost_model.head_flops * unlabelled, out=items.costs)
         return items, counts
 
     def unlabelled(self, sources: Sequence[Lengths]) -> Numbers:

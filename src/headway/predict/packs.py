@@ -110,10 +110,8 @@ def plan_packs(
     parts = {name: part.table for name, part in table.parts.items()}
     # Headway's own head leaves out tokens without a label, where the lengths say which have one.
     skips = config.skips_unlabelled and table.places is not None and engine_named(config.plan.engine) is HEADWAY
-    skipped = cost_model.head_flops if skips else 0.0
-    items, counts = Items.build(
-        parts, budget, policies_of(table, data.overlong_of_all), cost_model, unlabelled_flops=skipped
-    )
+    policies = policies_of(table, data.overlong_of_all)
+    items, counts = Items.build(parts, budget, policies, cost_model, skips_unlabelled=skips)
     if not len(items):
         raise ConfigError(f"of the lengths {name} none fits a pack of {budget.tokens} tokens; raise it.")
     order = Order.epochs(items.sizes, 1, seed=data.seed)

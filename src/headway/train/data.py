@@ -114,12 +114,14 @@ def open_feed(
             open_packs=data.stream.open_packs,
             seed=data.seed,
             cost_model=cost_model,
+            skips_unlabelled=config.skips_unlabelled,
         )
         return StreamFeed(streaming, share, bad, files=files)
     # Packs planned over all lengths.
     indices = _indices(sources, encoder, data.workers, bad, ranks)
-    skipped = cost_model.head_flops if config.skips_unlabelled else 0.0
-    items, planned = Items.build(indices, budget_of(data), overlong_of(data), cost_model, dropout, skipped)
+    items, planned = Items.build(
+        indices, budget_of(data), overlong_of(data), cost_model, dropout, skips_unlabelled=config.skips_unlabelled
+    )
     order = Order(items.sizes, stages, seed=data.seed, tells_epochs=dropout is not None)
     plan = Plan(
         items,

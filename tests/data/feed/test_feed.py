@@ -8,8 +8,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from headway.cli.resolve import resolve_cost_model
+from headway.count import Workload
 from headway.data import transfer
+from headway.data.feed.lane import Streaming
+from headway.data.index.build import build_index
+from headway.data.samples import SampleLengths
 from headway.errors import CheckpointError, ConfigError
+from headway.packing.items import Items
 from headway.packing.order import Stage, StageSource
 from helpers.cases import IS_QUICK, examples
 from helpers.data import Data, RememberingEncoder, samples_of
@@ -220,3 +226,19 @@ def test_what_is_pinned_ahead_has_not_been_handed_out(two_sources, text_encoder,
     assert seen + [samples_of(step) for step in rest.steps()] == whole
     assert rest.counts().samples["few"]["used"].samples == 22
     rest.close()
+
+
+def test_a_stream_and_an_index_deal_samples_by_the_flops_that_a_step_is_billed(two_sources, text_encoder):
+    cost_model, source = resolve_cost_model("gpt2"), two_sources[0]
+    data = Data(two_sources, text_encoder)
+    streaming = Streaming(data.maker, data.stages, data.budget, cost_model=cost_model, skips_unlabelled=True)
+    indices = {"many": build_index(source, text_encoder, workers=0)}
+    items, _ = Items.build(indices, data.budget, cost_model=cost_model, skips_unlabelled=True)
+    for row in range(len(source)):
+        lengths, batch = text_encoder.measure(source[row]), data.maker.collator([text_encoder.encode(source[row])])
+        billed = cost_model.count(batch.work(skips_unlabelled=True)).total
+        assert billed < cost_model.count(batch.workload).total  # the question has no labels
+        assert streaming.cost_of(lengths, 0, lengths.tokens) == items.costs[row] == billed
+    # A piece is dealt by the labels that lie in it, its first token's left out.
+    lengths, half = SampleLengths(10, 4, 5, targets=((5, 9),)), cost_model.count(Workload([4])).total
+    assert streaming.cost_of(lengths, 5, 9) == half - cost_model.head_flops

@@ -45,6 +45,7 @@ class Streaming:
         open_packs: packs that are open at a time, in each lane [packs].
         seed: seed of the order of shards and of the draws.
         cost_model: the trained model's costs, which "balanced" makes equal; None balances tokens.
+        skips_unlabelled: as `Items.build` takes it.
 
     Raises:
         ConfigError: a number below 1, or a stage that does not fit a stream.
@@ -60,6 +61,7 @@ class Streaming:
     open_packs: int = 8
     seed: int = 0
     cost_model: CostModel | None = None
+    skips_unlabelled: bool = False
 
     def __post_init__(self) -> None:
         if min(self.lanes, self.shuffle, self.open_packs) < 1:
@@ -85,13 +87,18 @@ class Streaming:
         if self.cost_model is None:
             return float(tokens)
         if lengths.parts and tokens == lengths.tokens:
-            return float(self.cost_model.count(workload_of(lengths.parts)).total)
-        workload = Workload(
-            segments_within(lengths.segments, start, stop) or [tokens],
-            splits=[branched(lengths.prompt, lengths.branches)] if lengths.branches else (),
-            **lengths.media,
-        )
-        return float(self.cost_model.count(workload).total)
+            workload = workload_of(lengths.parts)
+        else:
+            workload = Workload(
+                segments_within(lengths.segments, start, stop) or [tokens],
+                splits=[branched(lengths.prompt, lengths.branches)] if lengths.branches else (),
+                **lengths.media,
+            )
+        cost = float(self.cost_model.count(workload).total)
+        if not self.skips_unlabelled:
+            return cost
+        targets = sum(max(0, min(stop, end) - max(start + 1, begin)) for begin, end in lengths.targets)
+        return cost - self.cost_model.head_flops * (tokens - targets)
 
 
 class BufferedSample(NamedTuple):
