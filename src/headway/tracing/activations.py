@@ -300,7 +300,13 @@ def saved_by_block(
     fused, _ = _fit_drivers([r.fused_by_module() for r in run.recorders], driver_units)
     entry, _ = _fit_drivers([r.entry for r in run.recorders], driver_units)
     attention, _ = _fit_drivers([r.attention for r in run.recorders], driver_units)
-    parts = [_by_block(rows, of) for rows in (plain, fused, entry, attention)]
+    plain, fused, entry, attention = parts = [_by_block(rows, of) for rows in (plain, fused, entry, attention)]
+    # A partitioner keeps no more than eager code does; of a sum of two products, as adapters make it, it keeps the sum.
+    for recorder in run.recorders:
+        of_fused, of_plain = recorder.fused_by_module(), recorder.by_module(products_only=False)
+        for name in {of(module) for module in of_fused}:
+            if name and _sum_of(of_fused, of, name) > _sum_of(of_plain, of, name):
+                fused[name] = plain[name]
     names = ["", *(name for name, _ in run.twin.named_modules() if name in blocks)]
     parts.append({} if run.counter is None else run.counter.by_block(of, run.recorders[0].fused_kernels(of)))
     saved_blocks = {name: SavedBlock(*(part.get(name, {}) for part in parts)) for name in names}
@@ -364,6 +370,10 @@ def _by_block(
     for module, rows in modules.items():
         _add(blocks.setdefault(block_of(module), {}), rows)
     return blocks
+
+
+def _sum_of(sizes: Mapping[str, int], block_of: Callable[[str], str], block: str) -> int:
+    return sum(size for module, size in sizes.items() if block_of(module) == block)
 
 
 @dataclass

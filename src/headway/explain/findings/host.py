@@ -115,8 +115,8 @@ class _Copies:
         size = f" of {format_traffic(self.num_bytes / self.count)}" if self.num_bytes else ""
         # Small ones take the time of their start, which is no rate.
         rate = f" at {self.bytes_per_s / 1e9:,.3g} GB/s" if self.num_bytes >= _SMALL_COPY * self.count else ""
-        is_on_link = rate and self.link_bytes_per_s and self.kind != "within"
-        link = f" of the link's {self.link_bytes_per_s / 1e9:,.0f}" if is_on_link else ""
+        link_bytes_per_s = self.link_bytes_per_s if rate and self.kind != "within" else None
+        link = f" of the link's {link_bytes_per_s / 1e9:,.0f}" if link_bytes_per_s else ""
         return f"{self.name}, {self.count / num_steps:,.0f} a step{size}{rate}{link}"
 
 
