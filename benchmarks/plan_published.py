@@ -28,16 +28,6 @@ from record import RESULTS, describe_environment, environment, markdown_table, r
 FACTS = Path(__file__).parent / "published.json"
 STEPS = 4  # planned; the last of an epoch is left out
 GIB = 2**30
-MEMORY_KINDS = """The fullest device [GiB], as printed and as planned. A plan counts the bytes that tensors hold, which
-is the peak of allocated memory. Reserved memory is what the allocator has taken from the driver, so it is more.
-
-| source | what its code prints |
-| --- | --- |
-| torchtitan, torchao | `reserved_bytes.all.peak` / 2**30 (torchtitan/components/metrics.py at b5bcd76) |
-| ms-swift | `max_memory_reserved` / 2**30 (swift/utils/torch_utils.py at 3602360); scripts say GB or GiB |
-| KempnerForge | `max_memory_allocated` / 2**30 (kempnerforge/metrics/memory.py) |
-| LitGPT | `max_memory_allocated` / 10**9 (litgpt/utils.py at 2685705) |
-"""
 SLOW_MEMORY = """
 [h100-500w]
 names = ["H100 with HBM2e, 500 W"]
@@ -161,7 +151,7 @@ def render(record: dict[str, Any]) -> str:
         "## Medians of the error\n\n" + medians_table(fitted, held) + "\n",
         "## Rows that rates are fitted to\n\n" + rows_table(fitted) + "\n",
         "## Rows held back\n\n" + rows_table(held) + "\n",
-        f"## Memory\n\n{MEMORY_KINDS}\n{memory_medians(remembered)}\n\n{memory_table(remembered)}\n",
+        "## Memory\n\nThe fullest device [GiB], as printed and as planned.\n\n" + memory_table(remembered) + "\n",
     ]
     return "\n".join(sections)
 
@@ -218,29 +208,15 @@ def rows_table(rows: list[dict[str, Any]]) -> str:
     return markdown_table(headings, cells)
 
 
-def memory_medians(rows: list[dict[str, Any]]) -> str:
-    """Median and absolute median of the error of memory by its kind."""
-    cells = []
-    for kind in ("allocated", "reserved", "both"):
-        errors = [memory_error(row) for row in rows if kind in ("both", row["memory_kind"])]
-        cells.append([kind, str(len(errors)), *_medians(errors)])
-    return markdown_table(["printed memory", "number", "median error", "absolute"], cells)
-
-
-def memory_error(row: dict[str, Any]) -> float:
-    """Planned over printed memory, less 1."""
-    return float(row["predicted_memory_gib"] / row["memory_gib"] - 1)
-
-
 def memory_table(rows: list[dict[str, Any]]) -> str:
     """Planned memory beside pages."""
     cells = [
         [str(row["number"]), row["source"], row["model"], f"{row['devices']:,} {row['device']}",
-         row.get("memory_printed", f"{row['memory_gib']:g} GiB"), row["memory_kind"], f"{row['memory_gib']:.1f}",
-         f"{row['predicted_memory_gib']:.1f}", f"{100 * memory_error(row):+.0f} %"]
+         f"{row['memory_gib']:.1f}", f"{row['predicted_memory_gib']:.1f}",
+         f"{100 * (row['predicted_memory_gib'] / row['memory_gib'] - 1):+.0f} %"]
         for row in rows
     ]  # fmt: skip
-    return markdown_table(["row", "source", "model", "devices", "as printed", "kind", "GiB", "planned", "error"], cells)
+    return markdown_table(["row", "source", "model", "devices", "printed", "planned", "error"], cells)
 
 
 if __name__ == "__main__":

@@ -94,7 +94,7 @@ PLAN = [
 OTHERS = [
     (("compare", "qwen3-8b", "--segments", "8", "--device", "H101", "--step-time", "1"), "peak of 'H101' is not known"),
     (("flops", "llama-3.1-8b", "--segments", "8192", "--images", "1x32x48"), "llama-3.1-8b has no vision tower"),
-    (("flops", "zzzzzz", "--segments", "8"), "`headway models` lists them"),
+    (("flops", "zzzzzz", "--segments", "8"), "`headway models` lists the shipped models"),
     (("pack", "--packing-length", 10), "--lengths"),
 ]
 REFUSALS = [

@@ -189,11 +189,11 @@ def test_every_tensor_on_a_device_is_recorded(monkeypatch):
     """Those of the vision tower too; what stayed on the host has no stream."""
     recorded = []
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: recorded.append((tensor, stream)))
-    batch = Collator()([]).to("meta")
+    batch = Collator()([]).dealt(None).to("meta")
     batch.record_stream("a stream")
     assert len(recorded) == 7  # ids, labels, positions, boundaries, types, sources, labelled slots
     assert {stream for _, stream in recorded} == {"a stream"}
-    Collator()([]).record_stream("a stream")
+    Collator()([]).dealt(None).record_stream("a stream")
     assert len(recorded) == 7
 
 

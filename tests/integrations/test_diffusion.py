@@ -110,8 +110,7 @@ def test_what_a_step_runs_is_counted_by_itself(cached, loss, lora):
     frozen = [row for row in windows[0].flops.rows if not row.name.startswith("denoiser")]
     assert all(row.dgrad == row.wgrad == 0 for row in frozen)
     # shapes are traced once, in no step's time
-    assert (windows[0].compile_s > 0) is not cached
-    assert windows[1].compile_s == 0
+    assert [window.compile_s for window in windows] == [0, 0]  # tracing compiles nothing
     assert windows[0].mfu > 0
     assert windows[0].entries["images"] == SAMPLES
     assert windows[0].entries["patches"] == SAMPLES * (SIDE // 2) ** 2
