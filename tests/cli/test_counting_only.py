@@ -83,7 +83,7 @@ def test_what_needs_no_extra_works_without(run):
 # lines with a mistake that no library is needed to find, and the way out that they are told
 MISTAKES = {
     "flops qwen3-vl8b --segments 8": "Did you mean qwen3-vl-8b",
-    "flops ./nowhere/config.json --segments 8": "`headway models` lists them",
+    "flops ./nowhere/config.json --segments 8": "`headway models` lists the shipped models",
     "mfu qwen3-vl8b --seq-len 8 --mfu 0.4": "Did you mean qwen3-vl-8b",
     "compare qwen3-vl8b --segments 8 --device H100 --step-time 1": "Did you mean qwen3-vl-8b",
     "plan qwen3-vl8b --device H100": "Did you mean qwen3-vl-8b",
