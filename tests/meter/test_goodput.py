@@ -158,10 +158,16 @@ def test_a_closed_ledger_takes_nothing(clock, path, use):
     assert ledger.report().wall_s == 0
 
 
+class WordlessError(Exception):
+    def __str__(self) -> str:
+        raise ValueError
+
+
 @pytest.mark.parametrize(
     ("error", "failure"),
     [
         (OSError("disk full"), "OSError: disk full"),
+        (WordlessError(), "WordlessError: <exception str() failed>"),
         (UsageError("no such file"), "Error: no such file"),
         (KeyboardInterrupt(), ""),
     ],

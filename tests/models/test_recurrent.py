@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headway.errors import ConfigError
+from headway.errors import ConfigError, TraceError
 from headway.models import load_model
 from headway.models.delta_rule import packed_convolution, packed_gated_delta_rule, segment_numbers
 from headway.models.precision import Precision
@@ -28,12 +28,12 @@ def packed(model):
 
 
 def assert_close(ours, theirs, error):
-    """Equal to an error relative to the largest value of what is compared."""
+    """Compare tensors by an error relative to the largest expected value."""
     assert (ours - theirs).abs().max() <= error * theirs.abs().max()
 
 
-# Layers that run over a pack, and one that runs each segment. Most of the difference is that of transformers' own rule,
-# which takes differences of summed decays: 8e-7 of its output from the rule in float64, ours 5e-8.
+# Layers that run over a pack, and one that runs each segment. Most of the difference is that of transformers' own rule.
+# It takes differences of summed decays and is 8e-7 from the rule in float64; ours is 5e-8 from it.
 @pytest.mark.parametrize(
     "family", ["qwen3_5", "qwen3_next", "olmo_hybrid", "kimi_linear", "bailing_hybrid", "minimax", "lfm2"]
 )
@@ -66,7 +66,7 @@ def one_token_after_another(q, k, v, g, beta):
     return torch.stack(outs, 1)
 
 
-@pytest.mark.parametrize("gates", [(3,), (3, 8)])  # of heads, and of the channels of keys
+@pytest.mark.parametrize("gates", [(3,), (3, 8)])  # a gate for a head, and a gate for a channel of its keys
 @pytest.mark.parametrize("lengths", [(200,), (9, 70, 1, 5), (64, 64, 1, 63, 130), (1,) * 70, (5, 0, 60, 0)])
 def test_a_packed_gated_delta_rule_is_the_rule_of_each_segment(lengths, gates):
     tokens = sum(lengths)
@@ -145,6 +145,18 @@ def test_a_run_says_which_code_runs_recurrent_layers_and_what_it_launches(family
     precision = Precision("float32", torch.float32, torch.float32, "cpu")
     (line,) = recurrences_line(model, config, precision, fused=False)
     assert re.match(rf"\d+ recurrent layers run {code}.* Their blocks launch [\d,]+ operators a step", line)
+
+
+def test_a_model_that_cannot_be_traced_trains_without_the_number_of_launches(monkeypatch):
+    def refuse(*_args, **_options):
+        raise TraceError("no driver explains it")
+
+    monkeypatch.setattr("headway.train.build.saved_by_block", refuse)
+    model = load_model(tiny_config("lfm2"), random_init=True)
+    precision = Precision("float32", torch.float32, torch.float32, "cpu")
+    (line,) = recurrences_line(model, None, precision, fused=False)
+    assert re.fullmatch(r"\d+ recurrent layers run the short convolution .*", line)
+    assert "launch" not in line
 
 
 def test_a_run_says_nothing_of_recurrent_layers_where_there_are_none():

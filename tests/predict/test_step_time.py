@@ -141,7 +141,7 @@ def test_padding_accumulation_imbalance_and_launches_have_their_lines():
         StepTimes(tiny(), saved(), replace(SPEEDS, host_s=25.0, runs_ahead=ahead)).predict(work(tiny()), EAGER)
         for ahead in (True, False)
     )
-    assert late.step_s == pytest.approx(875.0)  # of 20 launches, and 15 of the update
+    assert late.step_s == pytest.approx(875.0)  # 20 launches of the pack, and 15 of the update
     assert seconds(late)["idle.launch"] == pytest.approx(875 - plain.step_s)
     assert behind.step_s == pytest.approx(875 + plain.step_s)
 

@@ -100,6 +100,7 @@ def test_compiled_blocks_never_keep_more_than_plain_ones(family, rank):
                         module.register_parameter(name, torch.nn.Parameter(torch.zeros_like(parameter, device="cpu")))
         return model
 
+    torch.compiler.reset()  # torch stops compiling a layer's code after eight other models of it
     kept = []
     for is_compiled in (False, True):
         model = learning()
@@ -118,8 +119,12 @@ def test_compiled_blocks_never_keep_more_than_plain_ones(family, rank):
             model(input_ids=torch.zeros(1, TOKENS, dtype=torch.int64), use_cache=False)
         kept.append(sum(storage.nbytes() for storage in seen.values()))
     assert 0 < kept[1] <= kept[0]
-    for block in saved_by_block(learning()).blocks.values():
-        assert bytes_of(block.fused, Workload([TOKENS])) <= bytes_of(block.plain, Workload([TOKENS]))
+    saved = saved_by_block(learning()).blocks.values()
+    assert all(
+        bytes_of(block.fused, Workload([TOKENS])) <= bytes_of(block.plain, Workload([TOKENS])) for block in saved
+    )
+    # statistics of norms and of attention are small, but these models are narrow
+    assert sum(bytes_of(block.fused, Workload([TOKENS])) for block in saved) == pytest.approx(kept[1], rel=0.2)
 
 
 def test_a_recomputed_block_keeps_its_input_alone():

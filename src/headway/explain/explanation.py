@@ -208,7 +208,8 @@ def unprofiled_waterfall(
     Args:
         step: its number.
         duration_ns: how long it took [ns], above 0.
-        known_lines: key, name, time [ns] and parts of each line that is known; "useful" is the useful work at peak.
+        known_lines: key, name, time [ns] and parts of each line that is known; "useful" has the time of the useful
+            FLOPs at peak.
         device_name: what it ran on.
 
     Returns:

@@ -19,6 +19,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from traceback import TracebackException
 from typing import Any, Self
 
 from headway.errors import HeadwayError, UsageError
@@ -164,7 +165,8 @@ class Goodput:
             UsageError: the ledger is closed.
         """
         name = "Error" if isinstance(error, HeadwayError) else type(error).__name__
-        self._note("failed", error=f"{name}: {error}"[:_LONGEST_ERROR])
+        text = TracebackException(type(error), error, None)  # also if the error's own text raises
+        self._note("failed", error=f"{name}: {text}"[:_LONGEST_ERROR])
 
     def report(self) -> GoodputReport:
         """Sum up the run until now, the processes before included.

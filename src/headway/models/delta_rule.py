@@ -109,7 +109,7 @@ def packed_gated_delta_rule(
     q, k, v, decay, rate = map(chunked, (query, key, value, g, beta[..., None]))
     q = q * q.shape[-1] ** -0.5
 
-    # masks of what would cross a boundary: pairs within a chunk, and what reads the state of the chunk before
+    # masks of pairs in a chunk, and of reads from the chunk before, that would cross a boundary
     numbers_CS = F.pad(segment_numbers(cu_seqlens, slots)[0], (0, padding), value=-1).reshape(-1, CHUNK)
     ends_C = numbers_CS[:, -1]
     before_C = F.pad(ends_C[:-1], (1, 0), value=-2)

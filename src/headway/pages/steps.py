@@ -157,7 +157,7 @@ def series_charts(
 
 
 def _series_of(runs: Sequence[Records], series: Series) -> Iterator[tuple[str, str, Form, list[list[float | None]]]]:
-    """Values of the series that all runs have, without those that say nothing, such as the balance of one rank."""
+    """Values of the series that all runs have. The balance of one rank says nothing, and is left out."""
     for key, name, form in series:
         by_run = [[number(record.get(key)) for record in records] for records in runs]
         values = {value for values in by_run for value in values if value is not None}

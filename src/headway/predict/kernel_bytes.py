@@ -115,7 +115,7 @@ def update_launches(
     for p in cost_model.parameters:
         if p.trainable:
             numels.setdefault(rules[p.name], []).append(-(-p.numel // shards))
-    # norms of tensors, of all of them and of all processes; three operators and a bound make the factor of clipping
+    # four kernels join the norms of tensors and of processes; four more make the factor of clipping and apply its bound
     tensors = [numel for parts in numels.values() for numel in parts]
     if not tensors:
         return 0

@@ -137,9 +137,8 @@ def _estimated(model: ModelConfig, shipped: str, precision: str) -> SavedActivat
 def saved_with_adapters(saved: SavedActivations, adapted: CostModel, compute_bytes: int) -> SavedActivations:
     """Estimate the activations that autograd saves of a model with adapters, without a trace of it.
 
-    An adapter keeps what its rank is, and its result is added to its host's: fused operations that read the sum keep
-    both results, but for queries, keys and values, whose sums attention reads. Plain operations save no more than
-    those of a model that learns whole.
+    An adapter keeps as many values as its rank. Its result is added to its host's, and backward needs the sum alone.
+    Plain operations save no more than those of a model that learns whole.
 
     Args:
         saved: of the model without adapters.
@@ -147,22 +146,15 @@ def saved_with_adapters(saved: SavedActivations, adapted: CostModel, compute_byt
         compute_bytes: of a number that a product gives.
     """
     ends = {row.module.removesuffix(".lora_B"): row for row in adapted.rows if row.module.endswith(".lora_B")}
-    attending = [(row.module, place) for place, row in enumerate(adapted.rows) if row.op == "attention"]
     added: dict[str, Counter[str]] = defaultdict(Counter)
-    for place, row in enumerate(adapted.rows):
-        if row.module not in ends or row.features is None:
-            continue
-        wide, out = row.features
-        values = ends[row.module].forward // (2 * out)  # the rank, for each call
-        if not any(row.module.startswith(f"{module}.") and place < at for module, at in attending):
-            values += row.forward // (2 * wide)
-        added[row.block][row.driver] += compute_bytes * values
-    return replace(
-        saved,
-        blocks={
-            name: replace(block, fused={d: block.fused.get(d, Fraction(0)) + added[name][d]
-                                        for d in {**block.fused, **added[name]}})
-            if name in added else block
-            for name, block in saved.blocks.items()
-        },
-    )  # fmt: skip
+    for row in adapted.rows:
+        if row.module in ends and row.features is not None:
+            _, out = row.features
+            added[row.block][row.driver] += compute_bytes * (ends[row.module].forward // (2 * out))  # for each call
+    blocks = dict(saved.blocks)
+    for name in added.keys() & blocks.keys():
+        fused = {
+            d: blocks[name].fused.get(d, Fraction(0)) + added[name][d] for d in {**blocks[name].fused, **added[name]}
+        }
+        blocks[name] = replace(blocks[name], fused=fused)
+    return replace(saved, blocks=blocks)

@@ -25,7 +25,7 @@ from headway.count.activations import SavedActivations, SavedBlock
 from headway.count.workload import Workload
 from headway.tracing import build
 from headway.tracing.arguments import in_dtype, phantoms
-from headway.tracing.classify import checkpointable_blocks, finder_of_blocks
+from headway.tracing.classify import checkpointable_blocks, finder_of_blocks, wraps_a_layer
 from headway.tracing.fit import candidates, proportional, strided_drivers, sum_of_drivers
 from headway.tracing.inputs.model_inputs import call, inputs_for
 from headway.tracing.launches import LaunchCounter, RunningCode
@@ -300,13 +300,7 @@ def saved_by_block(
     fused, _ = _fit_drivers([r.fused_by_module() for r in run.recorders], driver_units)
     entry, _ = _fit_drivers([r.entry for r in run.recorders], driver_units)
     attention, _ = _fit_drivers([r.attention for r in run.recorders], driver_units)
-    plain, fused, entry, attention = parts = [_by_block(rows, of) for rows in (plain, fused, entry, attention)]
-    # A partitioner keeps no more than eager code does; of a sum of two products, as adapters make it, it keeps the sum.
-    for recorder in run.recorders:
-        of_fused, of_plain = recorder.fused_by_module(), recorder.by_module(products_only=False)
-        for name in {of(module) for module in of_fused}:
-            if name and _sum_of(of_fused, of, name) > _sum_of(of_plain, of, name):
-                fused[name] = plain[name]
+    parts = [_by_block(rows, of) for rows in (plain, fused, entry, attention)]
     names = ["", *(name for name, _ in run.twin.named_modules() if name in blocks)]
     parts.append({} if run.counter is None else run.counter.by_block(of, run.recorders[0].fused_kernels(of)))
     saved_blocks = {name: SavedBlock(*(part.get(name, {}) for part in parts)) for name in names}
@@ -372,10 +366,6 @@ def _by_block(
     return blocks
 
 
-def _sum_of(sizes: Mapping[str, int], block_of: Callable[[str], str], block: str) -> int:
-    return sum(size for module, size in sizes.items() if block_of(module) == block)
-
-
 @dataclass
 class _BlockRecorder(SavedRecorder):
     """Records the tensors that autograd saves, and the tensors that elementwise operations made them from."""
@@ -399,11 +389,12 @@ class _BlockRecorder(SavedRecorder):
             self.entry[path] += self._at_the_border(args)
 
     def _leave_block(self, module: nn.Module, _args: Any, output: Any) -> None:
-        if self.path_of(module) in self.blocks:
+        # an adapter's result is added to its host's, and backward needs the sum alone
+        if self.path_of(module) in self.blocks or wraps_a_layer(module):
             self._at_the_border(output)
 
     def _at_the_border(self, value: Any) -> int:
-        """Take tensors that enter or leave a block, a graph of its own, as made of themselves; return their bytes."""
+        """Take tensors at the border of a block, a graph of its own, as made of themselves; return their bytes."""
         crossing = [tensor for tensor in phantoms(value) if tensor.fed and tensor.constant is None]
         for tensor in crossing:
             storage = root(tensor)

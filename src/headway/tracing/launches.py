@@ -37,8 +37,8 @@ Source: flash-linear-attention 0.6.0, chunk.py, chunk_fwd.py, chunk_intra.py and
 fla/ops/gated_delta_rule, common/chunk_o.py and common/chunk_delta_h.py, read 2026-11-30.
 """
 PACKAGED = {"causal_conv1d_fn": (1, 3)}
-"""Launches of other packages' functions, by name; one each of those that are not here. Backward fills the weight's
-gradient with zeros, runs, and casts it.
+"""Launches of packages' functions in forward and backward, by name. A function without a row has one of each. Backward
+of the convolution fills the weight's gradient with zeros, runs, and casts that gradient.
 
 Source: causal-conv1d 1.7.0, causal_conv1d/cpp_functions.py.
 """

@@ -328,23 +328,24 @@ def recurrences_line(
         fused: whether blocks are compiled.
 
     Returns:
-        A line, counted as the plan counts; none of a model without such layers.
+        A line, counted as the plan counts, without the number if the model cannot be traced; none of a model without
+        such layers.
     """
     recurrent = recurrent_layers(model)
     if not recurrent:
         return ()
+    line = f"{len(recurrent)} recurrent layers run {'; '.join(sorted({code_of(layer) for layer in recurrent}))}"
     autocast = None if precision.params == precision.compute else precision.compute
-    saved = saved_by_block(model, autocast=autocast, code=running_code(installed_kernels()))
+    try:
+        saved = saved_by_block(model, autocast=autocast, code=running_code(installed_kernels()))
+    except TraceError:  # a run without FLOPs may train it all the same
+        return (line,)
     paths = [path for path, module in model.named_modules() if any(module is layer for layer in recurrent)]
     holders = [block for name, block in saved.blocks.items() if name and any(lies_within(p, [name]) for p in paths)]
     tokens, phases = config.data.tokens_per_pack, ("forward", "backward")
     in_a_pack = sum(block.num_launches(phase, tokens, 1, fused=fused) for block in holders for phase in phases)
-    code = "; ".join(sorted({code_of(layer) for layer in recurrent}))
     launches = format_count(round(config.optim.accumulation * in_a_pack))
-    return (
-        f"{len(recurrent)} recurrent layers run {code}. Their blocks launch {launches} operators a step for packs of "
-        "one segment",
-    )
+    return (f"{line}. Their blocks launch {launches} operators a step for packs of one segment",)
 
 
 def distribute(model: PreTrainedModel, mesh: Mesh, config: TrainConfig, precision: Precision) -> None:

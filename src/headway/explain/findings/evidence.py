@@ -259,7 +259,7 @@ class StepEvidence(Evidence[StepWaterfall]):
             moments = self.host_fact("core_wait_ns", step.rank) or {}
             begin, end = moments.get(str(step.step)), moments.get(str(step.step + 1))
             if begin is not None and end is not None:
-                # The system counts a wait when it is over, so that a part of it may lie before the step.
+                # A wait counts when it ends, and may have begun before the step.
                 waited_ns.append(min(max(0, int(end) - int(begin)), step.duration_ns))
         return round(sum(waited_ns) / len(waited_ns) * self.num_steps) if waited_ns else 0
 

@@ -144,7 +144,7 @@ def _time_of(evidence: StepEvidence, phase: Phase) -> int:
 
 
 def _kind(phase: Phase, part: _Ran, *, has_both: bool) -> str:
-    """Kind of what was not counted in a phase, as `sentences.toml` has it; "" for a part of the model."""
+    """Kind of the products that a phase did not count, by its name in `sentences.toml`; "" for a part of the model."""
     if part.again >= _MOSTLY * part.excess:
         return "backward"
     if has_both:

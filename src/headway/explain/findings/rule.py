@@ -86,7 +86,7 @@ class _Values(Formatter):
 
 @cache
 def sentences(name: str) -> Mapping[str, str]:
-    """Sentences of a rule, or of a kind of what it sees: "small-gemms/loop" (`sentences.toml`)."""
+    """Sentences of a rule, such as "small-gemms", or of a kind of it, "small-gemms/loop" (`sentences.toml`)."""
     table = tomllib.loads(Path(__file__).with_name("sentences.toml").read_text("utf-8"))
     return {**table[name.partition("/")[0]], **table[name]}
 
@@ -103,7 +103,7 @@ def observe(evidence: Evidence[Any], name: str, ns: float, /, **values: Any) -> 
 
 
 def most_common(names: Counter[str], otherwise: str = "the model") -> str:
-    """Name that has the most, of those that are known."""
+    """The name that was counted most; the empty name stands for an unknown one and is passed over."""
     return next((name for name, _ in names.most_common() if name), otherwise)
 
 
