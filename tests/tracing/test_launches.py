@@ -8,6 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from headway.config import OptimConfig
 from headway.count import Workload
+from headway.devices import cpu_products
 from headway.models import load_model
 from headway.models.losses import AfterHead, Task, labelled_slots, linear_losses
 from headway.models.parallel.mesh import clipping_factor, gradient_norm
@@ -30,6 +31,12 @@ NOTHING = {
     "resize_", "as_strided_",
     "item",
 }  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _pytorchs_own_products(monkeypatch):
+    """A product that oneDNN computes on some processors is no operator of PyTorch's in a profile."""
+    monkeypatch.setattr(cpu_products, "_ONEDNN_IS_FASTER", False)
 
 
 def has_kernel(schema):
