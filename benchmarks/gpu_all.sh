@@ -40,6 +40,7 @@ fi
 
 began_s=$SECONDS
 mkdir -p "$out" ${pieces:+"$pieces"}
+touch "$out/done"
 out=$(cd "$out" && pwd)
 pieces=${pieces:+$(cd "$pieces" && pwd)}
 cd "$(dirname "$0")/.."
@@ -102,7 +103,7 @@ within() {
 item() {
   local name=$1 least_s=$2 most_s=$3 status=0
   shift 3
-  if grep -qxF "$name" "$out/done" 2>/dev/null; then
+  if grep -qxF "$name" "$out/done"; then
     say "$name: done before"
     return
   fi
@@ -176,7 +177,7 @@ try_recipes() {
   if ((${#missing[@]} == 0 || $(left_s) < 40)); then return 0; fi
   # alone, so that nothing disturbs it: its rates are those of all cases
   within 60 "$python" -c "import engine_case as e; e.describe_machine(print)" || true
-  if [[ $scale == full ]] && ! grep -qxF "gpu tests" "$out/done" 2>/dev/null; then
+  if [[ $scale == full ]] && ! grep -qxF "gpu tests" "$out/done"; then
     aside gpu_tests >"$out/tests.log" 2>&1 &
     tests=$!
   fi
@@ -254,11 +255,11 @@ run_part() {
   esac
 }
 
-done_before=$(wc -l <"$out/done" 2>/dev/null || echo 0)
+done_before=$(wc -l <"$out/done")
 echo "==== part $part, $(date -u +%FT%TZ), $scale sizes, $budget_s s"
 for ((number = part; number <= 4; number++)); do run_part "$number"; done
 echo "==== part $part ended, $(left_s) s left"
-if [[ $(wc -l <"$out/done" 2>/dev/null || echo 0) == "$done_before" && $(tail -1 "$out/done" 2>/dev/null) != peers ]]; then
+if [[ $(wc -l <"$out/done") == "$done_before" && $(tail -1 "$out/done") != peers ]]; then
   say "nothing was measured to its end; call again with the same --out, or with a larger --budget-s"
   exit 1
 fi
