@@ -11,7 +11,7 @@ from headway.explain import trace_json
 from headway.explain.events import NONE, Kind
 from headway.explain.trace import nanoseconds, read_trace
 from headway.explain.waterfall import explain
-from helpers.traces import MAIN, WrittenTrace
+from helpers.traces import MAIN, WrittenTrace, two_kernels_a_step
 
 EPOCH_NS = 1712195495519689204  # more digits than a float has
 
@@ -199,3 +199,19 @@ def test_a_trace_that_unpacks_without_end_is_refused(tmp_path, monkeypatch):
     path.write_bytes(gzip.compress(b'{"traceEvents": [' + b" " * 20_000_000))
     with pytest.raises(ConfigError, match="longer than 5,000,000 characters"):
         read_trace(path)
+
+
+def test_a_launch_and_its_kernel_may_share_an_external_id_alone(tmp_path):
+    """TraceLens' unit tests have no correlation; operators have ids of their own, which may be the same numbers."""
+    lines = []
+    for is_linked in (True, False):
+        trace = two_kernels_a_step()
+        for number, event in enumerate(trace.events):
+            arguments = event["args"]
+            if not is_linked and arguments.get("correlation"):
+                arguments["External id"] = arguments.pop("correlation")
+            elif event["cat"] == "cpu_op":
+                arguments["External id"] = number
+        read = read_trace(trace.write(tmp_path / f"{is_linked}.json"))
+        lines.append([[(line.key, line.ns) for line in step.lines] for step in explain([read]).steps])
+    assert lines[0] == lines[1]

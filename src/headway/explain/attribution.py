@@ -273,7 +273,8 @@ def _forwards_of_backward(trace: Trace) -> Mapping[int, int]:
 
 
 def _launches(trace: Trace) -> Column:
-    calls = np.flatnonzero((trace.host.kind == Kind.LAUNCH) & (trace.host.correlation > 0))
+    numbers = trace.host.correlation
+    calls = np.flatnonzero((trace.host.kind == Kind.LAUNCH) & (numbers != NONE) & (numbers != 0))
     by_number = dict(zip(trace.host.correlation[calls].tolist(), calls.tolist(), strict=True))
     return np.array([by_number.get(number, NONE) for number in trace.device.correlation.tolist()], dtype=np.int64)
 

@@ -18,6 +18,7 @@ import numpy.typing as npt
 Column = npt.NDArray[np.int64]
 
 NONE = -1  # in any column: the event does not say
+UNKNOWN_DEVICE = "unknown device"  # name of a device that a file does not name
 
 _TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 _TYPES = {name: (int(size), str(short)) for name, (size, short) in _TABLE["types"].items()}

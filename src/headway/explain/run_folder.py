@@ -8,6 +8,7 @@ from typing import Any
 
 from headway.devices.names import named_devices
 from headway.errors import ConfigError, HeadwayError
+from headway.explain.events import UNKNOWN_DEVICE
 from headway.files import open_plain
 from headway.log.jsonl import as_object, sharing_decoder
 from headway.log.records import Measured, RecordReader, StepRecord, can_be_joined, is_header, joined
@@ -44,7 +45,7 @@ def device_of_run(folder: Path) -> tuple[str, int | None]:
     device = (run or {}).get("device")
     name = device.get("name") if isinstance(device, Mapping) else None
     if not isinstance(name, str):
-        return "unknown device", None
+        return UNKNOWN_DEVICE, None
     try:
         sizes = [entry.total_memory_bytes for entry in named_devices(name) if entry.total_memory_bytes]
     except HeadwayError:

@@ -17,7 +17,7 @@ import numpy as np
 
 from headway.errors import ConfigError
 from headway.explain import trace_json
-from headway.explain.events import NONE, Column, Events, Kind, Operands, Trace
+from headway.explain.events import NONE, UNKNOWN_DEVICE, Column, Events, Kind, Operands, Trace
 from headway.explain.trace_files import is_database, read_export, read_texts
 from headway.report.quantity import LARGEST_INTEGER, integer
 
@@ -256,7 +256,13 @@ class _Builder:
         # On a device the stream stands for the thread; name, group and size tell which collective a kernel belongs to.
         threads = [(event["pid"], event["tid"]) for event in events]
         devices, groups, num_bytes = ([NONE] * len(events) for _ in range(3))
-        last_of_device, copy = int(Kind.MEMSET), int(Kind.MEMCPY)
+        last_of_device, copy, launch = int(Kind.MEMSET), int(Kind.MEMCPY), int(Kind.LAUNCH)
+        correlations = [fields.get("correlation", NONE) for fields in arguments]
+        for at, kind in enumerate(kinds):
+            if correlations[at] == NONE and (kind <= last_of_device or kind == launch):
+                # Some files link a launch and its kernel by this number alone; below NONE it is no correlation.
+                number = arguments[at].get("External id")
+                correlations[at] = NONE - number if isinstance(number, int) and number > 0 else NONE
         for at in [at for at, kind in enumerate(kinds) if kind <= last_of_device]:
             (process, thread), fields = threads[at], arguments[at]
             threads[at] = process, fields.get("stream", thread)
@@ -274,7 +280,7 @@ class _Builder:
                 [start + max(0, length) for start, length in zip(starts, lengths, strict=True)],
                 [self._tracks[thread] for thread in threads],
                 devices,
-                [fields.get("correlation", NONE) for fields in arguments],
+                correlations,
                 # -1 is written without its sign
                 [number if isinstance(number, int) and abs(number) < 2**63 else NONE for number in sequences],
                 [fields.get("Fwd thread id", NONE) for fields in arguments],
@@ -333,7 +339,7 @@ def _device_name(metadata: Mapping[str, Any], *, is_cpu: bool) -> str:
         return "CPU"
     properties = metadata.get("deviceProperties")
     names = {str(device["name"]) for device in properties or () if isinstance(device, Mapping) and device.get("name")}
-    return ", ".join(sorted(names)) or "unknown device"
+    return ", ".join(sorted(names)) or UNKNOWN_DEVICE
 
 
 def _capability(metadata: Mapping[str, Any]) -> tuple[int, int] | None:

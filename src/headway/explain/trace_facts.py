@@ -19,7 +19,7 @@ from headway.devices.names import named_devices
 from headway.devices.table import Device
 from headway.errors import UnknownDeviceError, UsageError
 from headway.explain.budget import DeviceRates, NeededWork
-from headway.explain.events import NONE, Trace
+from headway.explain.events import NONE, UNKNOWN_DEVICE, Trace
 from headway.explain.kernels import Work
 from headway.explain.measurement import MATMUL, MeasuredStep, MeasuredTrace, measure
 from headway.report import format_duration, format_rate
@@ -134,7 +134,8 @@ def _rates(measured: MeasuredTrace, device: str | None) -> DeviceRates:
     except UnknownDeviceError as error:
         if device is None:
             why = f"no peak in {dtype} is known of {trace.device_name!r}, on which it ran."
-            return replace(unknown, why_no_peak=why)
+            is_named = trace.device_name != UNKNOWN_DEVICE
+            return replace(unknown, why_no_peak=why if is_named else "the trace does not name its device.")
         rate = Argument("device", example="312e12")
         more = (" Here ", Argument("device"), " takes the rate itself as well, such as ", rate, ".")
         raise error.as_kind(UsageError, *more) from error

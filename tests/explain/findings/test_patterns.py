@@ -62,12 +62,15 @@ def test_attention_that_is_written_out_is_products_around_a_softmax(tmp_path, op
         assert "sdpa" in found["eager-attention"].next
 
 
-@pytest.mark.parametrize(("vocabulary", "is_found"), [(50_000, True), (1000, False)])
-def test_a_head_that_dwarfs_the_width_is_found(tmp_path, vocabulary, is_found):
-    logits = [[64, vocabulary]]
+@pytest.mark.parametrize(
+    ("vocabulary", "is_sum", "is_found"),
+    [(50_000, False, True), (1000, False, False), (50_000, True, False)],  # a sum over 50,000 has few results
+)
+def test_a_head_that_dwarfs_the_width_is_found(tmp_path, vocabulary, is_sum, is_found):
+    logits, weight = [[64, vocabulary]], [128, vocabulary]
     trace = in_a_row(
         ("aten::mm", 30, [[64, 128], [128, 128]], "float"),
-        ("aten::mm", 40, [[64, 128], [128, vocabulary]], "float"),
+        ("aten::mm", 40, [[64, vocabulary], weight[::-1]] if is_sum else [[64, 128], weight], "float"),
         ("aten::_log_softmax", 30, logits, "float"),
     )
     found = findings_of(tmp_path, trace)

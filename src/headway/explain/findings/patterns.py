@@ -35,7 +35,9 @@ def eager_attention(evidence: StepEvidence) -> Observation | None:
     for events in _in_order(evidence):
         for place, event in enumerate(events):
             is_backward = _SOFTMAX_BACKWARD.match(event.operator) is not None
-            if not is_backward and not (_SOFTMAX.match(event.operator) and _is_outermost(events, place)):
+            # On a CPU `aten::softmax` calls `aten::_softmax`: the outermost one counts.
+            is_inner = place > 0 and _SOFTMAX.match(events[place - 1].operator)
+            if not is_backward and (is_inner or not _SOFTMAX.match(event.operator)):
                 continue
             # In backward stand two products on each side of the softmax: of scores and values, of queries and keys.
             before = _towards_product(events, place, -1, 2 if is_backward else 1)
@@ -65,11 +67,6 @@ def _in_order(evidence: StepEvidence) -> list[list[EventTime]]:
     return list(per_step.values())
 
 
-def _is_outermost(events: list[EventTime], place: int) -> bool:
-    """Tell whether no softmax precedes an event at once: on a CPU `aten::softmax` calls `aten::_softmax`."""
-    return place == 0 or not _SOFTMAX.match(events[place - 1].operator)
-
-
 def _towards_product(events: list[EventTime], place: int, direction: int, number: int) -> int | None:
     """Place of the so-and-so-many-th batched product before or behind an event; None where weights come first."""
     last = None
@@ -89,11 +86,10 @@ def large_head(evidence: StepEvidence) -> Observation | None:
     sides: Counter[tuple[int, int]] = Counter()
     for event in evidence.spent:
         # Only in forward are both sides the weight's; of its gradient one is the number of tokens.
-        product = event.product if event.phase is Phase.FORWARD else None
-        if product is not None and product.batch == 1 and event.line == MATMUL:
-            width, vocabulary = sorted((product.k, product.n))
-            if vocabulary >= max(_LEAST_VOCABULARY, _MANY_TIMES_THE_WIDTH * width):
-                sides[vocabulary, width] += event.ns
+        product = event.product if event.phase is Phase.FORWARD and event.line == MATMUL else None
+        least = max(_LEAST_VOCABULARY, _MANY_TIMES_THE_WIDTH * product.k) if product is not None else 0
+        if product is not None and product.batch == 1 and product.n >= least:
+            sides[product.n, product.k] += event.ns
     if not sides:
         return None
     vocabulary, width = max(sides, key=lambda pair: (sides[pair], pair))
