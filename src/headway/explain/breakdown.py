@@ -8,7 +8,7 @@ backward around it. The trace says what each layer's mask lets each pack attend 
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -292,15 +292,7 @@ class BreakdownRow:
 
     def to_dict(self) -> dict[str, Any]:
         """Give the JSON-ready record."""
-        return {
-            "name": self.name,
-            "ns": self.ns,
-            "by_phase": {phase.value: ns for phase, ns in self.by_phase.items()},
-            "matmul_ns": self.matmul_ns,
-            "flops": self.flops,
-            "flops_by_phase": {phase.value: flops for phase, flops in self.flops_by_phase.items()},
-            "flops_per_s": self.flops_per_s,
-        }
+        return {**asdict(self), "flops_per_s": self.flops_per_s}
 
 
 class PackLayer(NamedTuple):

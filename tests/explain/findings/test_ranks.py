@@ -1,5 +1,8 @@
 """Traces of several ranks, written by hand."""
 
+import gzip
+import re
+
 import pytest
 
 from headway.explain.explanation import StepWaterfall
@@ -59,9 +62,12 @@ def test_a_slow_rank_is_always_the_same(ranks, is_found):
         assert found["slow-rank"].ns == 10 * US
 
 
-@pytest.mark.parametrize(("core_wait_us", "is_found"), [(15, True), (30, False)])
-def test_a_delay_by_less_than_ranks_wait_for_cores_is_chance(tmp_path, core_wait_us, is_found):
-    """On a CPU rank 1 takes 10 us longer of 100; each waits for a core meanwhile."""
+@pytest.mark.parametrize(
+    ("core_waits_us", "ns"),
+    [((15, 15), 10 * US), ((30, 30), None), ((0, 10), None), ((0, 2), 8 * US), ((10, 0), 10 * US)],
+)
+def test_a_delay_that_waits_for_cores_cover_is_no_slow_rank(tmp_path, core_waits_us, ns):
+    """On a CPU rank 1 takes 10 us longer of 100; ranks wait for a core meanwhile, alike or one of them alone."""
     traces = []
     for rank, busy_us in ((0, 60), (1, 70)):
         trace = WrittenTrace()
@@ -69,14 +75,12 @@ def test_a_delay_by_less_than_ranks_wait_for_cores_is_chance(tmp_path, core_wait
         for at in (1000 * US + 100 * US * i for i in range(3)):
             trace.operator("aten::mm", at, busy_us * US)
             trace.operator("gloo:all_reduce", at + busy_us * US, (100 - busy_us) * US)
-        host = {"core_wait_ns": {str(n): n * core_wait_us * US for n in range(1, 5)}}
+        host = {"core_wait_ns": {str(n): n * core_waits_us[rank] * US for n in range(1, 5)}}
         steps = {n: facts for n, facts in sidecar()["steps"].items() if n in "123"}
         beside = sidecar(rank=rank, world_size=2, host=host, steps=steps)
         traces.append(read_trace(trace.write(tmp_path / f"{rank}.json", headway=beside)))
     found = {finding.id: finding for finding in explain(traces).findings}
-    assert ("slow-rank" in found) == is_found
-    if is_found:
-        assert found["slow-rank"].ns == 10 * US
+    assert (found["slow-rank"].ns if "slow-rank" in found else None) == ns
 
 
 def test_without_the_slowest_rank_a_step_lasts_until_the_next_one_comes(tmp_path):
@@ -94,37 +98,59 @@ def test_a_reason_that_covers_a_part_of_a_wait_is_told_as_that_part():
     assert wait.why() == "it waited 0.01 ms longer for data, which explains 30.0 % of it"
 
 
-@pytest.mark.parametrize(("kind", "rule"), [("AllGather", "exposed-gathers"), ("AllReduce", "exposed-communication")])
-def test_communication_that_nothing_hides_is_found_by_its_kind(tmp_path, kind, rule):
-    (first, *_) = explain([rank_of(tmp_path, 0, 60, kind=kind)]).findings
+@pytest.mark.parametrize(
+    ("kind", "beside", "rule"),
+    [
+        ("AllGather", "FSDP::all_gather", "exposed-gathers"),
+        ("AllGather", "aten::add", "exposed-communication"),  # nothing says that weights are sharded
+        ("AllReduce", "FSDP::all_reduce", "exposed-communication"),
+    ],
+)
+def test_communication_that_nothing_hides_is_found_by_its_kind(tmp_path, kind, beside, rule):
+    def step(trace, at, number):
+        trace.annotation(beside, at, 5 * US)
+        trace.launched("gemm", at, at + 1000 * US, 60 * US, number + 1, operator="aten::mm")
+        trace.launched(f"ncclDevKernel_{kind}_RING", at + 2 * US, at + 1060 * US, 40 * US, number + 2, stream=20)
+
+    (first, *_) = explain([read_trace(paced_steps(step).write(tmp_path / "t.json"))]).findings
     assert (first.id, first.ns) == (rule, 40 * US)
-    assert "larger batches" in first.next
+    assert ("next block's weights" in first.cause) == (rule == "exposed-gathers")
 
 
-# Names as NCCL, RCCL, Gloo and c10d write them.
+# Names as NCCL, RCCL, Gloo and c10d write them, and what a collective says of itself; its cause, how many a step.
+SENDS = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
 COLLECTIVES = {
-    "gloo:broadcast": ("broadcast_buffers", 1),
-    "ncclDevKernel_Broadcast_RING_LL(ncclDevKernelArgsStorage<4096ul>)": ("broadcast_buffers", 1),
-    "c10d::barrier": ("barrier", 1),
-    "nccl:all_reduce": ("gradients are exchanged", 1),
-    "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)": ("gradients are exchanged", 1),
-    "gloo:all_reduce": ("many small tensors", 40),
-    "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)": ("results of all ranks", 1),
-    "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)": ("gradients are exchanged", 1),
-    "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)": ("gradients are exchanged", 1),
+    "gloo:broadcast": ("broadcast_buffers", "", 1),
+    "ncclDevKernel_Broadcast_RING_LL(ncclDevKernelArgsStorage<4096ul>)": ("broadcast_buffers", "", 1),
+    "c10d::barrier": ("barrier", "", 1),
+    "nccl:all_reduce": ("sums over the ranks", "", 1),
+    "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)": ("sums over the ranks", "", 1),
+    "gloo:all_reduce": ("many small tensors", "", 40),
+    "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)": ("results of all ranks", "", 1),
+    "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)": ("sums over the ranks", "", 1),
+    SENDS: ("stages of a pipeline", "send 0 1024", 1),
+    f"{SENDS} 1": ("tokens to their experts", "all_to_allv 0 1024", 1),
+    f"{SENDS} 40": ("many small tensors", "send 0 1024", 40),
+    "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)": (
+        "sums over the ranks",
+        "allreduce 0 6553600",  # buckets of 25 MB are many, and not small
+        40,
+    ),
 }
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_a_collective_is_told_by_its_name_and_ddp_gathers_no_weights(tmp_path, name):
-    cause, number = COLLECTIVES[name]
+    cause, said, number = COLLECTIVES[name]
+    fields = dict(zip(("Collective name", "Process Group Name", "In msg nelems"), said.split(), strict=False))
 
     def step(trace, at, serial):
         trace.operator("torch.distributed.ddp.reducer::copy_bucket_to_grad", at, US)
         for i in range(number):
             offset = 40 * US // number * i
             if name.startswith("nccl"):
-                trace.launched(name, at + US + i, at + 1000 * US + offset, 40 * US // number, serial + i + 1)
+                start = at + 1000 * US + offset
+                trace.launched(name, at + US + i, start, 40 * US // number, serial + i + 1, **fields)
             else:  # on a CPU
                 trace.operator(name, at + US + offset, 40 * US // number)
         if name.startswith("nccl"):
@@ -134,6 +160,19 @@ def test_a_collective_is_told_by_its_name_and_ddp_gathers_no_weights(tmp_path, n
     found = {finding.id: finding for finding in explain([trace]).findings}
     assert "exposed-gathers" not in found
     assert cause in found["exposed-communication"].cause
+
+
+OF_CAUSES = {"buffers": "broadcast", "barrier": "barrier", "results of all": "gather", "part to every": "all_?to_?all"}
+OF_CAUSES |= {"sums over": "reduce", "stages of a pipeline": "send|recv", "sharded weights": "gather"}
+
+
+@pytest.mark.parametrize("path", PUBLISHED)
+def test_the_cause_of_a_published_exchange_is_one_that_its_events_name(path):
+    text = gzip.decompress(path.read_bytes()).decode()
+    for finding in explain([read_trace(path)]).findings:
+        names = [names for words, names in OF_CAUSES.items() if words in finding.cause]
+        assert all(re.search(f'"[^"]*{words}[^"]*"', text, re.IGNORECASE) for words in names)
+        assert "weights" not in finding.cause or re.search("FSDP|FullySharded|reduce_?scatter", text, re.IGNORECASE)
 
 
 @pytest.mark.parametrize("path", PUBLISHED)

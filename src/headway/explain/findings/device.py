@@ -17,6 +17,7 @@ from headway.explain.findings.evidence import EventTime, RunEvidence, StepEviden
 from headway.explain.findings.rule import FindingPlace, Observation, Rule, RuleObserver, observe
 from headway.explain.measurement import MATMUL
 from headway.report import format_share
+from headway.report.step_lines import SLOW
 
 # Elements of two bytes in 16 bytes, which rows of operands are to be a multiple of.
 # Source: NVIDIA, Matrix Multiplication Background User's Guide, "Requirements to use Tensor Cores".
@@ -29,21 +30,8 @@ _CUDNN_SPEEDUPS = ((313, 685, 1276), (0.6, 1.4, 1.5))
 # cuDNN's names hold sm90_flash_fprop, those of FlashAttention-3 FlashAttnFwdSm90.
 _FLASH_2 = re.compile(r"(?<![a-z0-9]_)flash_(fwd|bwd)_")
 _FLOPS_PER_PAIR = 4  # and element of a head: a product of query and key, one of weight and value
-# By the major compute capability: the devices' family, what to try in any loop, and in `headway train`.
-_FASTER_THAN_FLASH_2 = {
-    9: (
-        "Hopper",
-        "torch.nn.attention.sdpa_kernel(SDPBackend.CUDNN_ATTENTION) around scaled_dot_product_attention; or "
-        'FlashAttention-3, built from its sources: attn_implementation="flash_attention_3" in a model of transformers, '
-        'activate_flash_attention_impl("FA3") of torch.nn.attention in one\'s own.',
-        "speed.attention: auto or cudnn, after pip install nvidia-cudnn-frontend; or fa3, where it is built",
-    ),
-    10: (
-        "Blackwell",
-        "torch.nn.attention.sdpa_kernel(SDPBackend.CUDNN_ATTENTION) around scaled_dot_product_attention.",
-        "",
-    ),
-}
+# Families of devices with faster kernels, by the major compute capability: Hopper and Blackwell.
+_FASTER_THAN_FLASH_2 = {9: "slow-attention/Hopper", 10: "slow-attention"}
 _CHAIN = 4  # kernels: a norm that is written out has five or more, one that is fused has one or two
 
 
@@ -156,10 +144,9 @@ def _flash_attention_2(evidence: StepEvidence, major: int) -> Observation | None
             saved_ns += event.ns * (1 - 1 / speedup)
     if saved_ns <= 0:
         return None
-    device, advice, setting = _FASTER_THAN_FLASH_2[major]
     (fewest, *_, most), (slowest, *_, fastest) = _CUDNN_SPEEDUPS
     values = {"fewest": fewest, "most": most, "slowest": slowest, "fastest": fastest, "all": all_ns}
-    return observe(evidence, "slow-attention", saved_ns, device=device, advice=advice, setting=setting, **values)
+    return observe(evidence, _FASTER_THAN_FLASH_2[major], saved_ns, **values)
 
 
 def _attention_of(step: StepWaterfall) -> StepAttention | None:
@@ -235,8 +222,7 @@ def _component_ns(evidence: StepEvidence, begins: str) -> int:
     """Time of the matmul-class kernels of components whose names begin with a prefix [ns]."""
     split = (evidence.parts(key) for key in ("useful", "ceiling", "recomputation", "padding"))
     shared = sum(ns for parts in split for name, ns in parts.items() if name.startswith(begins))
-    slow = {name.removeprefix("slow.") for step in evidence.steps for line in step.lines for name in [line.key]}
-    return shared + sum(evidence.ns(f"slow.{name}") for name in slow if name.startswith(begins))
+    return shared + sum(evidence.ns_of(key) for key in evidence.keys if key.startswith(f"{SLOW}.{begins}"))
 
 
 def vision_tower(evidence: StepEvidence) -> Observation | None:

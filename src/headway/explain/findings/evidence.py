@@ -254,14 +254,15 @@ class StepEvidence(Evidence[StepWaterfall]):
     @property
     def core_wait_ns(self) -> int:
         """Time in which the loop's thread waited for a core, in all steps; 0 where nobody counted [ns]."""
-        waited_ns: list[int] = []
-        for step in self.steps:
-            moments = self.host_fact("core_wait_ns", step.rank) or {}
-            begin, end = moments.get(str(step.step)), moments.get(str(step.step + 1))
-            if begin is not None and end is not None:
-                # A wait counts when it ends, and may have begun before the step.
-                waited_ns.append(min(max(0, int(end) - int(begin)), step.duration_ns))
+        waited_ns = [ns for ns in map(self.core_wait_of, self.steps) if ns is not None]
         return round(sum(waited_ns) / len(waited_ns) * self.num_steps) if waited_ns else 0
+
+    def core_wait_of(self, step: StepWaterfall) -> int | None:
+        """Time of a step in which its rank's loop waited for a core [ns]; None where nobody counted."""
+        moments = self.host_fact("core_wait_ns", step.rank) or {}
+        begin, end = moments.get(str(step.step)), moments.get(str(step.step + 1))
+        # A wait counts when it ends, and may have begun before the step.
+        return None if begin is None or end is None else min(max(0, int(end) - int(begin)), step.duration_ns)
 
     def of_a_step(self, ns: int) -> int:
         """Mean of a time over the steps, to the nearest nanosecond."""

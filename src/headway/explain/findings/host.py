@@ -161,7 +161,8 @@ def launch_bound(evidence: StepEvidence) -> Observation | None:
 def _call_bound(evidence: StepEvidence, short_ns: int) -> Observation | None:
     """Launches on a CPU, whose operators run within their calls: most time of a short operator is the call."""
     # Loops over tensors are many small operators too, and have findings of their own.
-    if any(loop is not None and loop.ns >= _LOOP_SHARE * evidence.duration_ns for loop in _loops(evidence)):
+    rules = loops.optimizer_loop, loops.parameter_loop, loops.read_backs, loops.product_loop, patterns.anomaly_mode
+    if any((loop := look(evidence)) and loop.ns >= _LOOP_SHARE * evidence.duration_ns for look in rules):
         return None
     operators = [event for event in evidence.spent if event.ns and event.line not in ("aside", "communication")]
     # A call takes its time whatever it computes; what an operator takes beyond that is work. Collections of garbage
@@ -181,16 +182,6 @@ def _call_bound(evidence: StepEvidence, short_ns: int) -> Observation | None:
     ns = max(0, own_ns - large_ns - pauses_ns - others_ns)
     usual_ns = median(event.ns for event in operators)
     return observe(evidence, "launch-bound/calls", ns, number=len(operators), usual=usual_ns / 1e3)
-
-
-def _loops(evidence: StepEvidence) -> tuple[Observation | None, ...]:
-    return (
-        loops.optimizer_loop(evidence),
-        loops.parameter_loop(evidence),
-        loops.read_backs(evidence),
-        loops.product_loop(evidence),
-        patterns.anomaly_mode(evidence),
-    )
 
 
 def contended(evidence: StepEvidence) -> Observation | None:

@@ -112,7 +112,10 @@ def chore(evidence: StepEvidence, phase: Phase) -> Observation | None:
     """Time within the steps in which the loop does something else than training."""
     parts = evidence.parts("aside")
     names = phase.value, f"{phase.value}, idle"
-    paused_ns, place, by_step = paused_for(evidence, phase)
+    # Long gaps in which stacks show a chore that nobody announced to the meter count as well.
+    paused_ns, _, members = _classed(evidence, phase.value)
+    stacks, by_step = _stacks(evidence, members), _by_step(members)
+    place = _frames(stacks.most_common(1)[0][0]) if stacks else ""
     ns = sum(parts[name] for name in names) + paused_ns
     for step in evidence.steps:
         by_step[step.step] += sum(
@@ -128,17 +131,6 @@ def beside(evidence: RunEvidence, what: str) -> Observation | None:
     ns = evidence.beside_ns.get(what, 0)
     by_step = evidence.beside_by_step.get(what, {})
     return observe(evidence, f"chore/{what}", ns, by_step=by_step, steps=evidence.duration_ns)
-
-
-def paused_for(evidence: StepEvidence, phase: Phase) -> tuple[int, str, Counter[int]]:
-    """Add up the long gaps in which stacks show a chore that nobody announced to the meter.
-
-    Returns:
-        Their time in all steps [ns], the frames that they were in longest, "" without any, and their time by step.
-    """
-    ns, _, members = _classed(evidence, phase.value)
-    stacks = _stacks(evidence, members)
-    return ns, _frames(stacks.most_common(1)[0][0]) if stacks else "", _by_step(members)
 
 
 def _stacks(evidence: StepEvidence, members: Sequence[tuple[StepPauses, Pause]]) -> Counter[tuple[str, ...]]:
@@ -168,20 +160,10 @@ def allocation(evidence: StepEvidence) -> Observation | None:
     return observe(evidence, "allocation", ns, place=most_common(places))
 
 
-def first_use(evidence: StepEvidence) -> Observation | None:
-    """Libraries and kernels that are loaded or tried out when they are first needed."""
-    ns, places, members = _classed(evidence, "first-use")
-    if not members:
-        return None
-    return observe(evidence, "first-use", ns, place=most_common(places))
-
-
-def graph_late(evidence: StepEvidence) -> Observation | None:
-    """A graph of kernels that the host replays late."""
-    ns, places, members = _classed(evidence, "graph")
-    if not members:
-        return None
-    return observe(evidence, "graph-late", ns, place=most_common(places, "code that the trace does not show"))
+def paused_by(evidence: StepEvidence, cause: str, name: str) -> Observation | None:
+    """Libraries and kernels that are loaded when they are first needed, or a graph that the host replays late."""
+    ns, places, _ = _classed(evidence, cause)
+    return observe(evidence, name, ns, place=most_common(places, "code that the trace does not show")) if ns else None
 
 
 def recorded_checkpoints(evidence: RunEvidence) -> Observation | None:
@@ -209,9 +191,11 @@ RULES = (
         RuleObserver(recorded_collections, 0.05),
     ),
     # Allocations and first uses belong to the first steps; a few in later steps are worth a word.
-    Rule("allocation", RuleObserver(allocation, 0.03, lines=_LATE)),
-    Rule("first-use", RuleObserver(first_use, 0.05, lines=_LATE)),
-    Rule("graph-late", RuleObserver(graph_late, 0.05, lines=_LATE)),
+    Rule("allocation", RuleObserver(allocation, 0.03, lines=(*_LATE, "idle.sync"))),
+    *(
+        Rule(name, RuleObserver(partial(paused_by, cause=cause, name=name), 0.05, lines=_LATE))
+        for cause, name in (("first-use", "first-use"), ("graph", "graph-late"))
+    ),
     # A line of numbers costs the host a millisecond or two, and several ranks wait for each other to write it.
     Rule(
         "logging",

@@ -14,10 +14,11 @@ import numpy as np
 
 from headway.explain.attribution import Phase
 from headway.explain.breakdown import ProductCall, product_calls
+from headway.explain.budget import DeviceRates
 from headway.explain.events import NONE, Kind
 from headway.explain.explanation import StepWaterfall
 from headway.explain.findings.evidence import RunEvidence, StepEvidence, as_number
-from headway.explain.findings.patterns import num_passes
+from headway.explain.findings.patterns import dearest_parts, num_passes
 from headway.explain.findings.rule import FindingPlace, Observation, Rule, RuleObserver, most_common, observe
 from headway.explain.kernels import is_attention
 from headway.explain.measurement import MATMUL
@@ -226,15 +227,12 @@ def slow_products(evidence: StepEvidence) -> Observation | None:
     """Products that take most of the time, at a small part of the rate that the device can reach."""
     if evidence.is_cpu or not evidence.measured_steps:
         return None
-    rates = evidence.measured_steps[0].rates
-    best = None if rates is None else rates.best_flops_per_s
-    sized = _sized_products(evidence)
+    rates = evidence.measured_steps[0].rates or DeviceRates()
+    best, all_ns, sized = rates.best_flops_per_s, evidence.matmul_ns, _sized_products(evidence)
     known_ns = sum(ns for _, ns in sized.values())
-    all_ns = evidence.matmul_ns
-    if known_ns < _KNOWN * all_ns or not known_ns:
-        return None
-    if not best:
-        return None if rates is None else _without_a_peak(evidence, all_ns, sized, rates.why_no_peak)
+    is_sized = known_ns > _KNOWN * all_ns
+    if not best or not is_sized:
+        return _of_unknown_rate(evidence, sized if is_sized else {}, rates.why_no_peak)
     flops = sum(flops for flops, _ in sized.values())
     rate = flops / known_ns * 1e9
     if rate >= _SLOW_PRODUCTS * best:
@@ -254,17 +252,28 @@ def slow_products(evidence: StepEvidence) -> Observation | None:
     )
 
 
-def _without_a_peak(
-    evidence: StepEvidence, all_ns: int, sized: Mapping[str, tuple[float, int]], why: str
+def _of_unknown_rate(
+    evidence: StepEvidence, sized: Mapping[str, tuple[float, int]], why_no_peak: str
 ) -> Observation | None:
-    """Tell that nobody knows how good the products are, if they are nearly all of the time."""
-    if all_ns < _NEARLY_ALL * evidence.duration_ns:
+    """Name products without sizes or a peak, of which nobody knows how good they are, if they are nearly all."""
+    all_ns = evidence.matmul_ns
+    if all_ns < _NEARLY_ALL * evidence.duration_ns or evidence.useful_ns is not None:
         return None
+    if not sized:
+        return observe(evidence, "slow-products/no sizes", all_ns, all=all_ns, product=dearest_parts(evidence, MATMUL))
     name = max(sized, key=lambda name: sized[name][1])
     flops, ns = sized[name]
-    cause, rate = why or "the trace does not name the device.", format_rate(flops / ns * 1e9)
-    words = {"product": name, "rate": rate, "cause": cause, "device": Argument("device")}
-    return observe(evidence, "slow-products/no peak", all_ns, all=all_ns, **words)
+    return observe(
+        evidence,
+        "slow-products/no peak",
+        all_ns,
+        all=all_ns,
+        product=name,
+        rate=format_rate(flops / ns * 1e9),
+        cause=why_no_peak,
+        device=Argument("device"),
+        by_gemm=Argument("by", example="gemm"),
+    )
 
 
 def _sized_products(evidence: StepEvidence) -> dict[str, tuple[float, int]]:

@@ -2,7 +2,9 @@
 
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
+from dataclasses import replace
+from functools import partial
 from statistics import median
 from typing import NamedTuple
 
@@ -11,23 +13,28 @@ from headway.explain.findings.evidence import EventTime, RunEvidence, StepEviden
 from headway.explain.findings.gaps import recorded_pause
 from headway.explain.findings.patterns import num_passes
 from headway.explain.findings.rule import Observation, Rule, RuleObserver, TimeOf, observe
+from headway.explain.ranks import WaitedFor
 from headway.report import format_share
 from headway.words import Argument
 
-# Causes other than more work for which a rank comes late.
-_SLOW_CAUSES = frozenset({"speed", "idle.data", "idle.launch", "idle.sync", "idle.other", "copies", "aside"})
+# Causes for which a rank comes late, by rule.
+_CAUSES = {
+    "heavy-pack": ("work",),
+    "slow-rank": ("speed", "idle.data", "idle.launch", "idle.sync", "idle.other", "copies", "aside"),
+}
 # Part of the ranks' waiting from which one rank is slow: below it the late rank changes from step to step.
 _MOSTLY = 0.8
 _BY_CHANCE = 0.5  # part of the ranks' waiting for cores; ranks with equal work came a fifth of that apart
-_MANY = 32  # exchanges of one kind a step; buckets of gradients are fewer
-_GATHERS = ("all_gather",)
+_MANY = 32  # small exchanges of one kind a step
+_SHARDS = ("FSDP::", "FullyShardedDataParallel")
 # Names of collectives, as NCCL, RCCL, Gloo and c10d write them; one that holds another stands first.
 _COLLECTIVE = re.compile(
     r"(?P<reduce_scatter>reduce_?scatter)|(?P<all_gather>all_?gather)|(?P<all_reduce>all_?reduce)|"
     r"(?P<all_to_all>all_?to_?all)|(?P<broadcast>broadcast)|(?P<barrier>barrier)|(?P<send>send|recv)",
     flags=re.IGNORECASE,
 )
-_OF_COLLECTIVES = ("broadcast", "barrier", "all_gather", "all_to_all", "many")  # kinds that have sentences
+_ROWS = {"all_reduce": "reduce", "reduce_scatter": "reduce"}  # collectives that share their sentences
+_LARGE = 2**18  # elements of an exchange whose transfer takes longer than its latency
 _REDUCES = re.compile(r"all_?reduce|reduce_?scatter", flags=re.IGNORECASE)
 
 
@@ -51,24 +58,13 @@ def slow_device(evidence: RunEvidence) -> Observation | None:
     return observe(evidence, "slow-rank", ns, rank=ranks.pop(), speed=speed, option=Argument("rank"))
 
 
-def heavy_pack(evidence: StepEvidence) -> Observation | None:
-    """Ranks that wait for one that has more to compute."""
-    return _waited_for(evidence, "heavy-pack", {"work"})
+def waited_for(evidence: StepEvidence, name: str) -> Observation | None:
+    """Sum up the time that steps would save without the rank that they waited for, over the waits of a rule's causes.
 
-
-def slow_rank(evidence: StepEvidence) -> Observation | None:
-    """Ranks that wait for one, always the same and in most steps, that takes longer for the same work."""
-    return _waited_for(evidence, "slow-rank", _SLOW_CAUSES, is_one_rank=True)
-
-
-def _waited_for(
-    evidence: StepEvidence, name: str, causes: Collection[str], *, is_one_rank: bool = False
-) -> Observation | None:
-    """Sum up the time that steps would save without the rank they waited for, over the waits with one of some causes.
-
-    Of a cause that covers a part of the wait, that part counts.
+    Of a cause that covers a part of the wait, that part counts. The rank with the most work may change from step to
+    step; a slow one is always the same, and comes late in most steps by more than it waits for a core.
     """
-    waits = {wait.step: wait for wait in evidence.waits if wait.cause in causes}
+    waits = {wait.step: _by_itself(evidence, wait) for wait in evidence.waits if wait.cause in _CAUSES[name]}
     costs = {step: round(wait.cost_ns * wait.explained) for step, wait in waits.items()}
     of_rank: Counter[int] = Counter()  # time that each rank cost the others [ns]
     for step in evidence.steps:  # once for each rank, all of which would take their step in less time
@@ -78,7 +74,7 @@ def _waited_for(
     if not ns:
         return None
     rank = max(of_rank, key=of_rank.__getitem__)
-    if is_one_rank:
+    if name == "slow-rank":
         if of_rank[rank] < _MOSTLY * ns:
             return None
         # A rank that is slow is so in most steps: what it cost in a single one counts as the median step has it.
@@ -106,34 +102,38 @@ def _waited_for(
     )
 
 
-def exposed_gathers(evidence: StepEvidence) -> Observation | None:
-    """Gathers of sharded weights while nothing computes."""
-    kinds = _communicated(evidence)
-    gathered_ns, all_ns = sum(kind.ns for name, kind in kinds.items() if name in _GATHERS), _total_ns(kinds)
-    transferred_ns = evidence.ns("communication") - evidence.ns("communication.waiting")
-    ns = round(transferred_ns * gathered_ns / all_ns) if all_ns else 0
-    if 2 * gathered_ns <= all_ns or not _is_sharded(evidence):
-        return None
-    return observe(evidence, "exposed-gathers", ns)
+def _by_itself(evidence: StepEvidence, wait: WaitedFor) -> WaitedFor:
+    """A wait whose cause is without the time for which a slow rank waited for a core longer than the other ranks."""
+    waits = {step.rank: evidence.core_wait_of(step) or 0 for step in evidence.steps if step.step == wait.step}
+    own_ns = waits.pop(wait.rank, 0)
+    if not waits or not evidence.is_cpu or wait.cause in ("work", "idle.data"):
+        return wait
+    longer_ns = max(0, round(own_ns - median(waits.values())))
+    return replace(wait, cause_ns=max(0, wait.cause_ns - longer_ns))
 
 
-def exposed_communication(evidence: StepEvidence) -> Observation | None:
-    """Exchanges while nothing computes, by the name of the collective that takes most of it."""
+def exposed(evidence: StepEvidence, name: str) -> Observation | None:
+    """Exchanges while nothing computes: gathers of sharded weights, or those of the collective that takes longest."""
     kinds = _communicated(evidence)
-    gathered_ns, all_ns = sum(kind.ns for name, kind in kinds.items() if name in _GATHERS), _total_ns(kinds)
-    if 2 * gathered_ns > all_ns > 0 and _is_sharded(evidence):
-        return None
+    all_ns, gathered_ns = sum(kind.ns for kind in kinds.values()), kinds.get("all_gather", _Exchanges()).ns
     ns = evidence.ns("communication") - evidence.ns("communication.waiting")
+    is_sharded = _is_sharded(evidence, kinds)
+    gathers_weights = is_sharded and 2 * gathered_ns > all_ns
+    if gathers_weights != (name == "exposed-gathers"):
+        return None
+    if gathers_weights:
+        return observe(evidence, name, round(ns * gathered_ns / all_ns))
     # Many small exchanges cost their number, whichever the others are.
-    name = max(kinds, key=lambda name: (kinds[name].number > _MANY * evidence.num_steps, kinds[name].ns), default="")
-    kind, which = kinds.get(name, _Exchanges()), ""
-    if name and all_ns:  # on a crowded machine all of it may have been waiting for a core
+    most = _MANY * evidence.num_steps
+    collective = max(kinds, key=lambda name: (kinds[name].num_small > most, kinds[name].ns), default="")
+    kind, which = kinds.get(collective, _Exchanges()), ""
+    if collective and all_ns:  # on a crowded machine all of it may have been waiting for a core
         many = kind.number / evidence.num_steps
-        which = f", {format_share(kind.ns / all_ns)} of it in {many:,.0f} {name.replace('_', '-')}s a step"
-    row = "many" if kind.number > _MANY * evidence.num_steps else name
+        which = f", {format_share(kind.ns / all_ns)} of it in {many:,.0f} {collective.replace('_', '-')}s a step"
+    row = "many" if kind.num_small > most else _ROWS.get(collective, collective)
     # Ranks meet anew in each of many exchanges, so that waiting is theirs; exchanges of shards hide behind work.
-    ns = max(ns, kind.ns) if row == "many" and not _is_sharded(evidence) else ns
-    return observe(evidence, f"exposed-communication{f'/{row}' * (row in _OF_COLLECTIVES)}", ns, which=which)
+    ns = max(ns, kind.ns) if row == "many" and not is_sharded else ns
+    return observe(evidence, "/".join(filter(None, [name, row])), ns, which=which)
 
 
 def recorded_exchanges(evidence: RunEvidence) -> Observation | None:
@@ -178,28 +178,28 @@ class _Exchanges(NamedTuple):
 
     ns: int = 0  # time in which nothing else ran [ns]
     number: int = 0
+    num_small: int = 0  # exchanges that do not say that they are large
 
 
 def _communicated(evidence: StepEvidence) -> dict[str, _Exchanges]:
     """Add up the exchanges that nothing hides, by the name of their collective; "" of an unknown name."""
     kinds: dict[str, _Exchanges] = {}
     for event in (event for event in evidence.spent if event.line == "communication"):
-        match = _COLLECTIVE.search(f"{event.name} {event.group}")
+        # NCCL sends all-to-alls by kernels that are named after sends, so the fields of an event go before its name.
+        match = _COLLECTIVE.search(f"{event.group} {event.name}")
         name = "" if match is None else (match.lastgroup or "")
-        ns, number = kinds.get(name, _Exchanges())
-        kinds[name] = _Exchanges(ns + event.ns, number + 1)
+        ns, number, num_small = kinds.get(name, _Exchanges())
+        elements = event.group.rpartition(" ")[2]
+        is_small = not elements.isdecimal() or int(elements) < _LARGE
+        kinds[name] = _Exchanges(ns + event.ns, number + 1, num_small + is_small)
     return kinds
 
 
-def _total_ns(kinds: Mapping[str, _Exchanges]) -> int:
-    return sum(kind.ns for kind in kinds.values())
-
-
-def _is_sharded(evidence: StepEvidence) -> bool:
-    """Tell whether weights may be sharded: not where data parallelism keeps all of them on each rank (DDP)."""
+def _is_sharded(evidence: StepEvidence, kinds: Collection[str]) -> bool:
+    """Tell whether weights are sharded: FSDP says so, or gradients are scattered where weights are gathered."""
     names = evidence.names
     has_ddp = any("ddp.reducer" in name or name.startswith("DistributedDataParallel") for name in names)
-    return not has_ddp or any(name.startswith("FSDP::") for name in names)
+    return any(name.startswith(_SHARDS) for name in names) or ("reduce_scatter" in kinds and not has_ddp)
 
 
 def recorded_slow_rank(evidence: RunEvidence) -> Observation | None:
@@ -233,21 +233,21 @@ RULES = (
     # Packs that are dealt out well lose 1 to 2 %, and equal ranks still come a few per cent apart.
     Rule(
         "heavy-pack",
-        RuleObserver(heavy_pack, 0.05, TimeOf.MACHINE, lines=("communication",)),
+        RuleObserver(partial(waited_for, name="heavy-pack"), 0.05, TimeOf.MACHINE, lines=("communication",)),
         RuleObserver(uneven_work, 0.05),
     ),
     Rule(
         "slow-rank",
-        RuleObserver(slow_rank, 0.05, TimeOf.MACHINE, lines=("communication", "idle.data")),
+        RuleObserver(partial(waited_for, name="slow-rank"), 0.05, TimeOf.MACHINE, lines=("communication", "idle.data")),
         RuleObserver(recorded_slow_rank, 0.0),
     ),
     # An exchange per pass is a habit that costs more with every pass.
     Rule("reduces-each-pass", RuleObserver(reduces_each_pass, 0.03, lines=("communication",))),
     # The last and the first exchange of a step cannot hide.
-    Rule("exposed-gathers", RuleObserver(exposed_gathers, 0.05, lines=("communication",))),
+    Rule("exposed-gathers", RuleObserver(partial(exposed, name="exposed-gathers"), 0.05, lines=("communication",))),
     Rule(
         "exposed-communication",
-        RuleObserver(exposed_communication, 0.10, lines=("communication",)),
+        RuleObserver(partial(exposed, name="exposed-communication"), 0.10, lines=("communication",)),
         RuleObserver(recorded_exchanges, 0.10),
     ),
 )

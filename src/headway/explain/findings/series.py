@@ -9,7 +9,7 @@ from statistics import median, quantiles
 import numpy as np
 
 from headway.explain.attribution import Phase
-from headway.explain.findings.evidence import SHARED, RunEvidence, RunStep
+from headway.explain.findings.evidence import SHARED, RunEvidence, RunStep, StepEvidence
 from headway.explain.findings.pauses import chore
 from headway.explain.findings.rule import FindingPlace, Observation, Rule, RuleObserver, TimeOf, observe
 from headway.report import format_duration, format_share
@@ -119,23 +119,22 @@ def _change(rates: Sequence[float]) -> int | None:
 
 def _differences(before: Sequence[RunStep], after: Sequence[RunStep]) -> tuple[list[str], list[str]]:
     """Name the loop's own numbers that changed between two parts of a run, with their sizes, and those that stayed."""
-    differences: list[str] = []
-    alike: list[str] = []
-    tokens = [median(counts) for part in (before, after) if (counts := [step.tokens for step in part if step.tokens])]
+    parts = before, after
+    tokens = [median(counts) for part in parts if (counts := [step.tokens for step in part if step.tokens])]
+    waits = [sum(step.waited_ns for step in part) / sum(step.duration_ns for step in part) for part in parts]
+    again = sum(step.has_compiled_again for step in after)
+    facts = [  # name, whether it changed, and how
+        (
+            "data",
+            abs(waits[1] - waits[0]) > 0.1,
+            f"waiting for data ({format_share(waits[0])} and {format_share(waits[1])} of the time)",
+        ),
+        ("compiling", again > max(2, 0.05 * len(after)), f"compiling (in {again} steps)"),
+    ]
     if len(tokens) == 2:  # both parts have tokens
-        changes = abs(tokens[1] / tokens[0] - 1) > 0.1
-        (differences if changes else alike).append(
-            f"lengths ({tokens[0]:,.0f} and {tokens[1]:,.0f} tokens a step)" if changes else "lengths"
-        )
-    waits = [sum(step.waited_ns for step in part) / sum(step.duration_ns for step in part) for part in (before, after)]
-    changes = abs(waits[1] - waits[0]) > 0.1
-    (differences if changes else alike).append(
-        f"waiting for data ({format_share(waits[0])} and {format_share(waits[1])} of the time)" if changes else "data"
-    )
-    compiled = [sum(step.has_compiled_again for step in part) for part in (before, after)]
-    changes = compiled[1] > max(2, 0.05 * len(after))
-    (differences if changes else alike).append(f"compiling (in {compiled[1]} steps)" if changes else "compiling")
-    return differences, alike
+        lengths = f"lengths ({tokens[0]:,.0f} and {tokens[1]:,.0f} tokens a step)"
+        facts.insert(0, ("lengths", abs(tokens[1] / tokens[0] - 1) > 0.1, lengths))
+    return [text for _, changes, text in facts if changes], [name for name, changes, _ in facts if not changes]
 
 
 def _slower_part(fast: Sequence[RunStep], slow: Sequence[RunStep]) -> str:
@@ -260,6 +259,11 @@ def compiling(evidence: RunEvidence) -> Observation | None:
     return observe(evidence, "compiling", compile_ns, steps=evidence.duration_ns)
 
 
+def compiled(evidence: StepEvidence, *, again: bool) -> Observation | None:
+    """Compiling within the steps of a trace; whether it comes again, a single step does not tell."""
+    return chore(evidence, Phase.COMPILE) if again == (len({step.step for step in evidence.steps}) > 1) else None
+
+
 def memory_limit(evidence: RunEvidence) -> Observation | None:
     """Memory of the device that is nearly full, which costs no time yet."""
     memory = max((step.memory_share or 0.0 for step in evidence.steps), default=0.0)
@@ -373,11 +377,15 @@ RULES = (
     # After the first steps nothing should be compiled at all; of a run their number counts.
     Rule(
         "recompilation",
-        RuleObserver(partial(chore, phase=Phase.COMPILE), 0.02, lines=("aside",)),
+        RuleObserver(partial(compiled, again=True), 0.02, lines=("aside",)),
         RuleObserver(compiled_again, 0.0, TimeOf.BESIDE),
     ),
     # Below, a longer run makes up for it.
-    Rule("compiling", in_records=RuleObserver(compiling, 0.05, TimeOf.BESIDE)),
+    Rule(
+        "compiling",
+        RuleObserver(partial(compiled, again=False), 0.05, lines=("aside",)),
+        RuleObserver(compiling, 0.05, TimeOf.BESIDE),
+    ),
     # Other work on a machine makes steps some per cent slower now and then; below, nobody looks for a reason.
     Rule(CHANGED, in_records=RuleObserver(changed, 0.05)),
     Rule("unstable-steps", in_records=RuleObserver(unstable, 0.05)),
