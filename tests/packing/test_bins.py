@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from headway.data import Budget, Size
 from headway.errors import ConfigError, DataError
-from headway.packing.bins import FITS, Packer, pack
+from headway.packing.bins import FITS, pack
 
 TOKENS, PATCHES = 40, 30
 SIZES = st.lists(st.builds(Size, st.integers(1, TOKENS), st.integers(0, PATCHES)), max_size=60)
@@ -67,18 +67,6 @@ def test_best_fit_takes_the_tightest_pack_with_room_and_opens_one_only_without(s
             assert chosen == len(open_packs)
             open_packs.append([])
         open_packs[chosen].append(index)
-
-
-@given(SIZES, BUDGETS, STRATEGY)
-def test_a_closed_pack_receives_nothing_more(sizes, budget, strategy):
-    packer, closed = Packer(budget, strategy), set()
-    for size in sizes:
-        number = packer.place(size)
-        assert number not in closed
-        if size.tokens % 3 == 0:
-            packer.close(number)
-            closed.add(number)
-    assert closed.isdisjoint(packer.open_packs)
 
 
 def test_best_fit_leaves_less_room_than_first_fit_where_order_misleads():

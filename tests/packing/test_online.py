@@ -57,7 +57,7 @@ def test_the_same_stream_gives_the_same_packs():
     sizes = [Size(int(n)) for n in np.random.default_rng(0).integers(1, 40, 300)]
 
     def packs(seed):
-        packer = OnlinePacker(Budget(100), packs=8, packs_per_step=4, seed=seed)
+        packer = OnlinePacker(Budget(100), packs=8, seed=seed)
         return [pack for number, size in enumerate(sizes) for pack in packer.add(number, size)]
 
     assert packs(0) == packs(0)
@@ -74,7 +74,6 @@ def test_a_sample_beyond_the_budget_is_refused():
     [
         ({"strategy": "worst_fit"}, "'worst_fit'. Allowed: balanced"),
         ({"packs": 0}, "0 open packs"),
-        ({"packs": 6, "packs_per_step": 4}, "multiple of the packs per step"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings, text):

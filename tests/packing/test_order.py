@@ -89,10 +89,6 @@ def test_without_stages_sources_play_in_proportion_to_their_size_without_end():
     assert np.bincount(items).tolist() == [3] * 137
 
 
-def test_without_shuffling_items_come_as_they_are_numbered():
-    assert Order.epochs({"a": 4}, 1.5, shuffle=False).draw(0, 9).tolist() == [0, 1, 2, 3, 0, 1]
-
-
 def test_seeds_differ_and_repeat():
     first, again, other = (Order(SIZES, seed=seed).draw(0, 137).tolist() for seed in (1, 1, 2))
     assert first == again

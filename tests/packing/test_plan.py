@@ -280,22 +280,6 @@ def test_epochs_of_a_few_steps_are_mixed_where_ranks_would_have_unequal_work():
     assert Plan(items, Order.epochs(items.sizes, 1), Budget(40), 4).ends_epochs  # there is only one
 
 
-def test_a_window_of_an_older_version_goes_on_as_it_was_packed():
-    items = Items.of(np.random.default_rng(0).integers(1, TOKENS, 100))
-    order = Order.epochs(items.sizes, 4)
-    plan = Plan(items, order, Budget(TOKENS), 2)
-    older = {**plan.initial_state(), "ends_epochs": False}
-    steps = list(plan.steps(older))
-    at = next(number for number, (_, state) in enumerate(steps) if state["position"] > 0) - 3
-    state = {key: value for key, value in steps[at][1].items() if key != "ends_epochs"}
-    rest = list(plan.steps(json.loads(json.dumps(state))))
-    assert [[p.tolist() for p in step.packs] for step, _ in rest] == [
-        [p.tolist() for p in step.packs] for step, _ in steps[at + 1 :]
-    ]
-    assert sorted(itertools.chain(*packs_of(steps))) == drawn(order)
-    assert rest[-1][1]["ends_epochs"]  # the windows behind it end with epochs
-
-
 @pytest.mark.slow
 @settings(max_examples=examples(10, 50))
 @given(plans(), st.integers(1, 4), st.data())

@@ -37,18 +37,8 @@ class Packer:
             raise ConfigError(f"Unknown packing strategy {strategy!r}. Allowed: {', '.join(FITS)}.")
         self.budget = budget
         self._trees = FirstFit() if strategy == "first_fit" else BestFit(budget.tokens)
-        self._left: dict[int, Size] = {}
-        self._counts: dict[int, int] = {}
-        self._opened = 0
-
-    @property
-    def open_packs(self) -> dict[int, Size]:
-        """Tokens and patches left in each open pack, oldest first."""
-        return self._left
-
-    def find(self, size: Size) -> int | None:
-        """The open pack that the strategy would choose, or None if it fits in none."""
-        return self._trees.find(size if self.budget.patches is not None else Size(size.tokens))
+        self._left: list[Size] = []  # room in each pack, by its number
+        self._counts: list[int] = []
 
     def place(self, size: Size) -> int:
         """Put a sample into an open pack, or into a new one if it fits in none.
@@ -61,37 +51,20 @@ class Packer:
         """
         if not self.budget.holds(size):
             raise DataError(over_budget("A sample", size, self.budget))
-        number = self.find(size)
+        size = size if self.budget.patches is not None else Size(size.tokens)
+        number = self._trees.find(size)
         if number is None:
-            return self.open(size)
+            number = len(self._left)
+            self._left.append(Size(self.budget.tokens, self.budget.patches or 0))
+            self._counts.append(0)
+        else:
+            self._trees.remove(number, self._left[number])
         left = self._left[number]
-        self._trees.remove(number, left)  # the pack had room, so the trees offered it
-        self._fill(number, left, size)
-        return number
-
-    def open(self, size: Size) -> int:
-        """Open a new pack that already holds this much, and return its number."""
-        number = self._opened
-        self._opened += 1
-        self._fill(number, Size(self.budget.tokens, self.budget.patches or 0), size)
-        return number
-
-    def _fill(self, number: int, left: Size, size: Size) -> None:
-        patches = size.patches if self.budget.patches is not None else 0
-        self._left[number] = Size(left.tokens - size.tokens, left.patches - patches)
-        self._counts[number] = self._counts.get(number, 0) + 1
-        if self._takes_more(number):
+        self._left[number] = Size(left.tokens - size.tokens, left.patches - size.patches)
+        self._counts[number] += 1
+        if self.budget.items is None or self._counts[number] < self.budget.items:
             self._trees.add(number, self._left[number])
-
-    def _takes_more(self, number: int) -> bool:
-        return self.budget.items is None or self._counts[number] < self.budget.items
-
-    def close(self, number: int) -> None:
-        """Take a pack out of the choice."""
-        left = self._left.pop(number)
-        if self._takes_more(number):
-            self._trees.remove(number, left)
-        del self._counts[number]
+        return number
 
 
 def pack(sizes: Sequence[Size], budget: Budget, strategy: Fit = "best_fit") -> list[list[int]]:

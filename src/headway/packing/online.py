@@ -22,11 +22,10 @@ class OnlinePacker(Generic[T]):
         budget: limits of a pack.
         strategy: one of `STRATEGIES`; "balanced" makes the packs that are handed out together alike in cost.
         packs: packs that are open together; more fill better and balance better.
-        packs_per_step: packs of a step, which "balanced" makes alike; all that are open when None.
         seed: of the order in which packs are handed out.
 
     Raises:
-        ConfigError: an unknown strategy, or open packs that are no whole number of steps.
+        ConfigError: an unknown strategy, or no open pack.
 
     >>> packer = OnlinePacker(Budget(10), "best_fit", packs=2)
     >>> [packer.add(name, Size(tokens)) for name, tokens in zip("abcd", (6, 5, 4, 5))]
@@ -39,18 +38,13 @@ class OnlinePacker(Generic[T]):
         strategy: Strategy = "balanced",
         *,
         packs: int = 32,
-        packs_per_step: int | None = None,
         seed: int = 0,
     ) -> None:
         if strategy not in STRATEGIES:
             raise ConfigError(f"Unknown packing strategy {strategy!r}. Allowed: {', '.join(STRATEGIES)}.")
-        if packs < 1 or (packs_per_step is not None and (packs_per_step < 1 or packs % packs_per_step)):
-            raise ConfigError(
-                f"A packer with {packs} open packs and {packs_per_step} packs per step. Give at least 1 of each, and "
-                "a number of open packs that is a multiple of the packs per step."
-            )
+        if packs < 1:
+            raise ConfigError(f"A packer got {packs} open packs. Give at least 1.")
         self.budget, self.strategy, self.packs, self.seed = budget, strategy, packs, seed
-        self.packs_per_step = packs_per_step or packs
         self._waiting: list[T] = []
         self._sizes: list[tuple[int, int, float]] = []
         self._totals = np.zeros(3)  # tokens, patches and number of the waiting samples
@@ -90,7 +84,7 @@ class OnlinePacker(Generic[T]):
         tokens, patches, costs = (np.array(column) for column in zip(*self._sizes, strict=True))
         integer_costs = whole_costs(costs, cost_shift(float(costs.max())))
         key = key_of(self.seed, len(self._waiting), int(tokens[0]), int(tokens[-1]))
-        window = Candidates(tokens, patches, integer_costs, self.budget, 1 if last else self.packs_per_step, 1, key)
+        window = Candidates(tokens, patches, integer_costs, self.budget, 1 if last else self.packs, 1, key)
         pack_of, num_packs = pack_window(window, self.strategy, last)
         packs: list[list[T]] = [[] for _ in range(num_packs)]
         for sample, pack in zip(self._waiting, pack_of.tolist(), strict=True):

@@ -87,7 +87,6 @@ class Order:
         sizes: items of each source by name, in the order in which items are numbered.
         stages: the curriculum; every source in proportion to its size, endlessly, when None.
         seed: seed of the shuffling.
-        shuffle: whether to shuffle inside sources.
         tells_epochs: whether `draw` adds the number of items, for each time that an item has played before.
 
     Raises:
@@ -106,7 +105,6 @@ class Order:
         stages: Sequence[Stage] | None = None,
         *,
         seed: int = 0,
-        shuffle: bool = True,
         tells_epochs: bool = False,
     ) -> None:
         if not any(sizes.values()):
@@ -118,7 +116,7 @@ class Order:
             stages = [Stage(tuple(StageSource(name, weight=size) for name, size in sizes.items() if size))]
         firsts = dict(zip(sizes, np.cumsum([0, *sizes.values()]).tolist(), strict=False))
         numbers = {name: number for number, name in enumerate(sizes)}
-        self.seed, self.shuffle = seed, shuffle
+        self.seed = seed
         self._lap = sum(sizes.values()) if tells_epochs else 0
         self._stages: list[list[_Part]] = []
         self._ends: list[int] = []  # place at which each stage ends; the last may never end
@@ -138,10 +136,10 @@ class Order:
             self._ends.append(_LAST_PLACE if length is None else start + length)
 
     @classmethod
-    def epochs(cls, sizes: Mapping[str, int], epochs: float, *, seed: int = 0, shuffle: bool = True) -> "Order":
+    def epochs(cls, sizes: Mapping[str, int], epochs: float, *, seed: int = 0) -> "Order":
         """Every source the same number of epochs."""
         stage = Stage(tuple(StageSource(name, epochs=epochs) for name, size in sizes.items() if size))
-        return cls(sizes, [stage], seed=seed, shuffle=shuffle)
+        return cls(sizes, [stage], seed=seed)
 
     @property
     def length(self) -> int | None:
@@ -207,18 +205,17 @@ class Order:
         if not draws.size:
             return draws
         epochs, places = np.divmod(draws, part.used)
-        if self.shuffle:
-            keys: int | Unsigned
-            if epochs[0] == epochs[-1]:
-                keys = key_of(self.seed, part.source, stage, int(epochs[0]))
-            else:
-                different, which = np.unique(epochs, return_inverse=True)
-                epoch_keys = [key_of(self.seed, part.source, stage, epoch) for epoch in different.tolist()]
-                keys = np.array(epoch_keys, dtype=np.uint64)[which]
-            # Shuffle within the items used; of a limited source these are chosen once, by a key without the epoch.
-            places = permute(places, part.used, keys)
-            if part.used < part.size:
-                places = permute(places, part.size, key_of(self.seed, part.source, _SUBSET))
+        keys: int | Unsigned
+        if epochs[0] == epochs[-1]:
+            keys = key_of(self.seed, part.source, stage, int(epochs[0]))
+        else:
+            different, which = np.unique(epochs, return_inverse=True)
+            epoch_keys = [key_of(self.seed, part.source, stage, epoch) for epoch in different.tolist()]
+            keys = np.array(epoch_keys, dtype=np.uint64)[which]
+        # Shuffle within the items used; of a limited source these are chosen once, by a key without the epoch.
+        places = permute(places, part.used, keys)
+        if part.used < part.size:
+            places = permute(places, part.size, key_of(self.seed, part.source, _SUBSET))
         items: NDArray[np.int64] = part.first + places + epochs * self._lap
         return items
 

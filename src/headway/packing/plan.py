@@ -318,9 +318,8 @@ class Plan:
         try:
             carried = tuple(int(item) for item in state["carried"])
             numbers = [int(state[name]) for name in ("position", "packs_per_step", "accumulation", "packs_done")]
-            end = state.get("end", self.order.length)
-            end = None if end is None else int(end)
-            ends_epochs = bool(state.get("ends_epochs", False))
+            end = None if state["end"] is None else int(state["end"])
+            ends_epochs = bool(state["ends_epochs"])
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"The state of a plan holds position, carried, packs_per_step, accumulation and packs_done, got "

@@ -170,7 +170,7 @@ class IndexedFeed(Feed):
 
     def _settings(self) -> dict[str, Any]:
         order = self.plan.order
-        ordered = {"seed": order.seed, "shuffle": order.shuffle, "length": order.length}
+        ordered = {"seed": order.seed, "length": order.length}
         return {**self.plan.settings(), "items": self._items_key, "order": ordered}
 
     def _position(self) -> dict[str, Any]:
