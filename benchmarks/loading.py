@@ -28,7 +28,7 @@ from headway.data import Collator, Encoder
 from headway.data.bad_rows import BadSamples
 from headway.data.feed import IndexedFeed, PackMaker, Share
 from headway.data.index import build_index
-from headway.data.media.image_patches import ImagePatches
+from headway.data.media.media_reader import ImagePatches
 from headway.data.pool import prepare_worker, worker_context
 from headway.data.sources import open_source
 from headway.models import load_processor

@@ -102,11 +102,11 @@ def test_jobs_of_one_key_are_done_by_one_process_and_only_that_one_is_replaced(t
 
 
 def test_a_worker_that_is_always_killed_is_one_clear_error(tmp_path):
-    pool = Pool(Square(tmp_path, kill_at=2, always=True), workers=2, prefetch_bytes=1, attempts=2)
+    pool = Pool(Square(tmp_path, kill_at=2, always=True), workers=2, prefetch_bytes=1)
     results = pool.run(tasks(range(5)))
     assert [next(results)["number"], next(results)["number"]] == [0, 1]
     with (
-        pytest.raises(DataError, match="killed 2 times in a row while"),
+        pytest.raises(DataError, match="killed 3 times in a row while"),
         pytest.warns(RuntimeWarning),
     ):
         next(results)

@@ -18,7 +18,7 @@ from headway.count.modalities import MODALITIES
 from headway.count.splits import branched
 from headway.data.answers import Answers, answers_of
 from headway.data.encoded import EncodedSample
-from headway.data.media.joining import Joinable, pack_tensor
+from headway.data.media.joining import joined_tensors
 from headway.data.media.tensors import MediaTensors, joined_media, model_arguments
 from headway.data.samples import Origin
 from headway.errors import ConfigError, DataError
@@ -370,6 +370,7 @@ class Collator:
             splits=[runs for sample in samples for runs in _splits(sample)] if branches else (),
             **sizes,
         )
+        processed = joined_tensors([sample.processed for sample in samples])
         # Source of each segment, by which losses are reported; padding counts to the first, with no label.
         numbers = [self.sources.index(sample.origin.source) if self.sources else 0 for sample in samples]
         source_ids = [number for number, segments in zip(numbers, views, strict=True) for _ in segments]
@@ -380,7 +381,7 @@ class Collator:
             cu_seqlens_N=pad(segments_N.cumsum(0), (1, 0)).to(torch.int32),
             max_seqlen=int(segments_N.max()),
             media=media,
-            processed=_processed(samples),
+            processed={name: joinable.tensor_X for name, joinable in processed.items()},
             token_types_1T=torch.cat(types)[None] if len(types) == len(ids) else None,
             types_name="mm_token_type_ids" if like is None else like.types_name,
             pixel_scale_2D=self._scale(media),
@@ -438,14 +439,3 @@ class Collator:
 def _splits(sample: EncodedSample) -> list[list[tuple[str, int]]]:
     """The runs of each segment of a sample; none of one that is causal."""
     return [branched(sample.prompt, sample.answers)] if sample.prompt else [[] for _ in sample.segments or (0,)]
-
-
-def _processed(samples: Sequence[EncodedSample]) -> dict[str, torch.Tensor]:
-    """The tensors of all samples' images, each joined as the model's processor joins them."""
-    by_name: dict[str, list[Joinable]] = {}
-    for sample in samples:
-        for name, joinable in sample.processed.items():
-            by_name.setdefault(name, []).append(joinable)
-    return {
-        name: pack_tensor([joinable.tensor_X for joinable in parts], parts[0].rule) for name, parts in by_name.items()
-    }

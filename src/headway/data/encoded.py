@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from headway.data.media.joining import Joinable, pack_tensor
+from headway.data.media.joining import Joinable, joined_tensors
 from headway.data.media.placeholders import SampleTokens
 from headway.data.media.tensors import MediaTensors, joined_media
 from headway.data.samples import MediaPart, Origin, Preference, SampleLengths
@@ -145,10 +145,6 @@ def joined_views(views: Sequence[EncodedSample]) -> EncodedSample:
     lengths = SampleLengths.joined([view.lengths for view in views])
     for view in views[1:]:
         view.labels_S[0] = IGNORED  # the view before must not predict this view's first token
-    processed: dict[str, list[Joinable]] = {}
-    for view in views:
-        for name, joinable in view.processed.items():
-            processed.setdefault(name, []).append(joinable)
     return replace(
         views[0],
         input_ids_S=torch.cat([view.input_ids_S for view in views]),
@@ -156,10 +152,7 @@ def joined_views(views: Sequence[EncodedSample]) -> EncodedSample:
         position_ids_RS=torch.cat([view.position_ids_RS for view in views], dim=1),
         token_types_S=_end_to_end([view.token_types_S for view in views]),
         media=joined_media([view.media for view in views]),
-        processed={
-            name: Joinable(pack_tensor([joinable.tensor_X for joinable in parts], parts[0].rule), parts[0].rule)
-            for name, parts in processed.items()
-        },
+        processed=joined_tensors([view.processed for view in views]),
         media_end=lengths.media_end,
         segments=lengths.segments,
     )

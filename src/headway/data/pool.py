@@ -40,6 +40,7 @@ PRELOAD = ("headway.data.feed", "headway.data.index.build")
 IMPORTED_AGAIN = 65
 """Exit code of a worker that would begin the trainer's own work."""
 
+_ATTEMPTS = 3  # times that a task may kill a process of its own before that is an error
 _MOST_AHEAD = 128  # jobs; each finished one holds a file descriptor, of which a process often has 1024
 
 
@@ -86,7 +87,6 @@ class Pool(Generic[Task, Result]):
             allowed, so 0 makes each when it is asked for [bytes].
         keyed: whether every job has a key.
         pin_memory: whether the tensors of results lie in page-locked memory; a thread copies them there, ahead too.
-        attempts: how often a task may kill a process of its own before that is an error.
         explain: says what such a task is and what to do, of the task and the number of attempts.
 
     Raises:
@@ -101,7 +101,6 @@ class Pool(Generic[Task, Result]):
         prefetch_bytes: int,
         keyed: bool = False,
         pin_memory: bool = False,
-        attempts: int = 3,
         explain: Callable[[Task, int], str] = _explain_pack,
     ) -> None:
         if workers < 0 or prefetch_bytes < 0:
@@ -109,7 +108,7 @@ class Pool(Generic[Task, Result]):
                 f"The worker pool got workers={workers}, prefetch_bytes={prefetch_bytes}; neither may be below 0."
             )
         self._work, self._workers = work, workers
-        self._prefetch_bytes, self._attempts, self._explain = prefetch_bytes, attempts, explain
+        self._prefetch_bytes, self._explain = prefetch_bytes, explain
         self._pickled = b""
         if workers:
             try:
@@ -194,13 +193,13 @@ class Pool(Generic[Task, Result]):
 
     def _done_alone(self, job: Job[Task]) -> "Future[Any]":
         """Wait for a job that a group does alone, in its only process so far."""
-        for _ in range(self._attempts):
+        for _ in range(_ATTEMPTS):
             future = self._submit(job)
             if not isinstance(future.exception(), BrokenProcessPool):
                 return future
             self._end(self._place(job))
         self.close()
-        raise DataError(self._explain(job.task, self._attempts)) from future.exception()
+        raise DataError(self._explain(job.task, _ATTEMPTS)) from future.exception()
 
     def _check_script(self, place: int) -> None:
         """Say so if a group's processes have not been killed, but ended by themselves as they imported the script."""

@@ -1,15 +1,17 @@
 """Flat files of encoded samples: a block is written whole or not at all, and read by a place and a length.
 
 A block has a head of `HEAD` words, entries one behind the other, and a table with a row for each entry: key of the
-data file, row in it, end of the entry in the block [bytes]. An entry has a head of four words (CRC-32 of what follows,
-time that encoding took [us], numbers, bytes of names), the numbers, the names, and the tensors. All lie at multiples of
-a word, 8 bytes. Nothing in a block is ever run: it holds numbers, names and the bytes of tensors of known types.
+data file, row in it, end of the entry in the block [bytes]. An entry has the CRC-32 of what follows, the length of its
+facts [bytes], the facts as JSON, and the tensors that these list. All lie at multiples of a word, 8 bytes. Nothing in a
+block is ever run: it holds numbers, names and the bytes of tensors of known types.
 """
 
+import json
+import math
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, chain, pairwise
+from dataclasses import astuple
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -21,27 +23,19 @@ from headway.data.encoded import EncodedSample
 from headway.data.media.joining import Joinable, Joining
 from headway.data.media.tensors import MediaTensors
 from headway.data.samples import Origin
-from headway.packing.parts import KINDS, Kind, SamplePart
+from headway.packing.parts import KINDS, SamplePart
 
-VERSION = 1  # version of the layout; raised when files of an earlier one cannot be read
+VERSION = 2  # version of the layout; raised when files of an earlier one cannot be read
 
 _MAGIC = int.from_bytes(b"headwayB", "big")
 _WORD = 8  # bytes
 _HEAD = 4  # words: magic, version, entries, CRC-32 of the table
-_ENTRY_HEAD = 4  # words
-_COUNTS = 11  # numbers that come first: media_end, prompt, and how many there are of whatever follows
+_ENTRY_HEAD = 2  # words
 _ROW = 3  # words of a row of the table
 _MOST_ENTRIES = 2**22
-_STATE = 4  # numbers of a file's state
-_SHARED = -1  # axis of a tensor that all samples share
-
-# Types of tensors by their numbers in an entry, with the numpy type of their bytes.
-_DTYPES: tuple[tuple[torch.dtype, Any], ...] = (
-    (torch.uint8, np.uint8), (torch.int8, np.int8), (torch.int16, np.int16), (torch.int32, np.int32),
-    (torch.int64, np.int64), (torch.float16, np.float16), (torch.bfloat16, np.int16), (torch.float32, np.float32),
-    (torch.float64, np.float64), (torch.bool, np.bool_),
-)  # fmt: skip
-_NUMBER_OF_DTYPE = {dtype: number for number, (dtype, _) in enumerate(_DTYPES)}
+_NUMBERS, _LISTS = ("media_end", "prompt"), ("segments", "answers", "desirable")
+_TYPES = "uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64 bool"
+_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _TYPES.split()}
 
 FileState = tuple[str, tuple[int, ...]]
 """A file that a sample was made of: its path, and its state by `headway.data.sources.identity.file_state`."""
@@ -81,34 +75,29 @@ def entry_of(sample: EncodedSample, files: Sequence[FileState], encoding_s: floa
     tensors = [sample.input_ids_S, sample.labels_S, sample.position_ids_RS, *([] if types is None else [types])]
     tensors += [tensor for kind in media.values() for tensor in kind if tensor is not None]
     tensors += [*(joinable.tensor_X for joinable in processed.values()), *sample.latent_images]
-    names = [sample.origin.place, sample.types_name, *media, *processed, *(file[0] for file in files)]
-    is_plain = type(sample) is EncodedSample and all(
-        type(tensor) is torch.Tensor and tensor.dtype in _NUMBER_OF_DTYPE for tensor in tensors
-    )
-    if not is_plain or any("\0" in name for name in names):
+    dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
+    is_plain = all(type(tensor) is torch.Tensor for tensor in tensors) and _DTYPES.keys() >= {*dtypes}
+    if type(sample) is not EncodedSample or not is_plain:
         return None
-    lists = [sample.segments, sample.answers, sample.desirable]
-    counts = [len(sample.parts), len(files), types is not None, len(media), len(processed), len(sample.latent_images)]
-    numbers = [sample.media_end, sample.prompt, *map(len, lists), *counts, *chain.from_iterable(lists)]
-    for part in sample.parts:
-        numbers += [KINDS.index(part.kind), part.tokens, part.supervised, part.rows, part.columns, part.skipped]
-    for file in files:
-        numbers += file[1]
-    numbers += [kind.features is not None for kind in media.values()]
-    for rule in (joinable.rule for joinable in processed.values()):
-        fill = 0 if rule.fill is None else int(np.float64(rule.fill).view(np.int64))
-        numbers += [_SHARED if rule.axis is None else rule.axis, rule.fill is not None, fill]
-    for tensor in tensors:
-        numbers += [_NUMBER_OF_DTYPE[tensor.dtype], tensor.dim(), *tensor.shape]
-    words = "\0".join(names).encode("utf-8", "surrogatepass")
-    body = [np.array(numbers, dtype=np.int64).tobytes(), _padded(words)]
-    body += [_padded(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()) for tensor in tensors]
-    content = np.array([round(1e6 * encoding_s), len(numbers), len(words)], dtype=np.int64).tobytes() + b"".join(body)
+    facts = {
+        **{name: getattr(sample, name) for name in (*_NUMBERS, *_LISTS, "types_name")},
+        "place": sample.origin.place,
+        "parts": [astuple(part) for part in sample.parts],
+        "has_types": types is not None,
+        "media": {name: kind.features is not None for name, kind in media.items()},
+        "processed": {name: joinable.rule for name, joinable in processed.items()},
+        "tensors": [[dtype, *tensor.shape] for dtype, tensor in zip(dtypes, tensors, strict=True)],
+        "files": files,
+        "encoding_s": encoding_s,
+    }
+    head = _padded(json.dumps(facts).encode(), b" ")
+    body = [_padded(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()) for tensor in tensors]
+    content = b"".join([np.int64(len(head)).tobytes(), head, *body])
     return np.int64(crc32(content)).tobytes() + content
 
 
-def _padded(content: bytes) -> bytes:
-    return content + bytes(-len(content) % _WORD)
+def _padded(content: bytes, by: bytes = b"\0") -> bytes:
+    return content + by * (-len(content) % _WORD)
 
 
 def read_entry(content: NDArray[np.uint8], source: str, file: str, row: int) -> StoredSample | None:
@@ -122,74 +111,48 @@ def read_entry(content: NDArray[np.uint8], source: str, file: str, row: int) -> 
     """
     try:
         return _read_entry(content, source, file, row)
-    except (ValueError, TypeError, IndexError, OverflowError, StopIteration):  # numbers that nobody here has written
-        return None
+    except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RuntimeError, StopIteration):
+        return None  # facts that nobody here has written
 
 
 def _read_entry(content: NDArray[np.uint8], source: str, file: str, row: int) -> StoredSample | None:
-    words = content.view(np.int64)
-    checksum, encoding_us, num_numbers, num_bytes = words[:_ENTRY_HEAD].tolist()
-    if crc32(content[_WORD:].data) != checksum or num_numbers < _COUNTS or num_bytes < 0:
+    start = _ENTRY_HEAD * _WORD
+    checksum, num_bytes = content[:start].view(np.int64).tolist()
+    if crc32(content[_WORD:].data) != checksum or num_bytes < 0:
         return None
-    at = _WORD * (_ENTRY_HEAD + num_numbers)
-    numbers = words[_ENTRY_HEAD : _ENTRY_HEAD + num_numbers].tolist()
-    place, types_name, *names = str(content[at : at + num_bytes].data, "utf-8", "surrogatepass").split("\0")
-    at += num_bytes + -num_bytes % _WORD
-    # Numbers and names, in the order in which they were written; no list is longer than the numbers that there are.
-    if not 0 <= min(numbers[2:_COUNTS]) <= max(numbers[2:_COUNTS]) <= num_numbers:
+    at = start + num_bytes
+    facts = json.loads(content[start:at].tobytes())
+    # Tensors: each is a view of the content, and one that ends behind it has too few bytes for its shape.
+    tensors = []
+    for name, *shape in facts["tensors"]:
+        end = at + math.prod(shape) * _DTYPES[name].itemsize
+        tensors.append(torch.from_numpy(content[at:end]).view(_DTYPES[name]).view(shape))
+        at = end + -end % _WORD
+    parts = [SamplePart(KINDS[KINDS.index(kind)], *sizes) for kind, *sizes in facts["parts"]]
+    files = tuple((path, tuple(state)) for path, state in facts["files"])
+    numbers = [facts[name] for name in _NUMBERS] + [number for name in _LISTS for number in facts[name]]
+    numbers += [number for part in parts for number in astuple(part)[1:]]
+    if not all(isinstance(number, int) for number in (*numbers, *(number for _, state in files for number in state))):
         return None
-    media_end, prompt, *lengths, num_parts, num_files = numbers[:7]
-    has_types, num_media, num_processed, num_latents = numbers[7:_COUNTS]
-    bounds = [*accumulate((*lengths, 6 * num_parts, _STATE * num_files, num_media, 3 * num_processed), initial=_COUNTS)]
-    segments, answers, desirable, part_numbers, states, have_features, rules = (
-        numbers[start:stop] for start, stop in pairwise(bounds)
-    )
-    parts = [SamplePart(cast("Kind", KINDS[kind]), *sizes) for kind, *sizes in _groups(part_numbers, 6)]
-    paths = names[num_media + num_processed :]
-    files = tuple((path, tuple(state)) for path, state in zip(paths, _groups(states, _STATE), strict=False))
-    # Tensors: each is a view of the content, and numpy refuses one that ends behind it.
-    start, tensors = bounds[-1], list[torch.Tensor]()
-    for _ in range(3 + has_types + num_media + sum(have_features) + num_processed + num_latents):
-        dtype, stored = _DTYPES[numbers[start]]
-        stop = start + 2 + numbers[start + 1]
-        array = np.ndarray(numbers[start + 2 : stop], stored, content, at)
-        tensor = torch.from_numpy(array)
-        tensors.append(tensor if dtype is not torch.bfloat16 else tensor.view(dtype))
-        at += array.nbytes + -array.nbytes % _WORD
-        start = stop
     remaining = iter(tensors)
     sample = EncodedSample(
         input_ids_S=next(remaining),
         labels_S=next(remaining),
         position_ids_RS=next(remaining),
-        origin=Origin(source, file, row, place),
-        token_types_S=next(remaining) if has_types else None,
-        types_name=types_name,
+        origin=Origin(source, file, row, facts["place"]),
+        token_types_S=next(remaining) if facts["has_types"] else None,
+        types_name=facts["types_name"],
         media={
             name: MediaTensors(next(remaining), next(remaining) if has_features else None)
-            for name, has_features in zip(names, have_features, strict=False)
+            for name, has_features in facts["media"].items()
         },
-        processed={
-            name: Joinable(next(remaining), _rule(*rule))
-            for name, rule in zip(names[num_media:], _groups(rules, 3), strict=False)
-        },
-        media_end=media_end,
-        segments=tuple(segments),
-        answers=tuple(answers),
-        prompt=prompt,
-        desirable=tuple(map(bool, desirable)),
+        processed={name: Joinable(next(remaining), Joining(*rule)) for name, rule in facts["processed"].items()},
         parts=tuple(parts),
         latent_images=tuple(remaining),
+        **{name: facts[name] for name in _NUMBERS},
+        **{name: tuple(facts[name]) for name in _LISTS},
     )
-    return StoredSample(sample, files, 1e-6 * encoding_us)
-
-
-def _groups(numbers: list[int], size: int) -> list[list[int]]:
-    return [numbers[start : start + size] for start in range(0, len(numbers), size)]
-
-
-def _rule(axis: int, has_fill: int, fill: int) -> Joining:
-    return Joining(None if axis == _SHARED else axis, float(np.int64(fill).view(np.float64)) if has_fill else None)
+    return StoredSample(sample, files, facts["encoding_s"])
 
 
 def write_block(path: Path, entries: Iterable[tuple[int, int, bytes]]) -> None:
@@ -230,6 +193,6 @@ def read_block(path: Path) -> BlockTable | None:
     keys, rows, ends = np.frombuffer(table, dtype=np.int64).reshape(count, _ROW).T.copy()
     bounds = np.concatenate([[_HEAD * _WORD], ends])
     lengths = np.diff(bounds)
-    if bounds[-1] != start or lengths.min() < (_ENTRY_HEAD + _COUNTS) * _WORD or (lengths % _WORD).any():
+    if bounds[-1] != start or lengths.min() < _ENTRY_HEAD * _WORD or (lengths % _WORD).any():
         return None
     return BlockTable(keys, rows, bounds)

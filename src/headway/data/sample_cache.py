@@ -19,6 +19,7 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from hashlib import blake2b
 from multiprocessing import parent_process, util
 from pathlib import Path
@@ -134,8 +135,7 @@ class SampleCache:
         self._same_twice: set[tuple[str, ...]] = set()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        settings = (self._sources, self.folder, self._most_bytes)
-        return _reopened, (*settings, self._with_text)
+        return partial(SampleCache, with_text=self._with_text), (self._sources, self.folder, self._most_bytes)
 
     def __del__(self) -> None:
         for descriptor in getattr(self, "_files", {}).values():
@@ -324,10 +324,6 @@ class SampleCache:
                 path.unlink()
                 used -= size
         return used + num_bytes <= most
-
-
-def _reopened(sources: Sequence[Source], folder: Path, most_bytes: int | None, with_text: bool) -> SampleCache:
-    return SampleCache(sources, folder, most_bytes, with_text=with_text)
 
 
 def _blocks_below(root: Path, folder: str = "*") -> Iterator[tuple[Path, int, int]]:

@@ -242,16 +242,6 @@ def test_only_the_first_rank_compares_times_as_other_machines_hold_copies_of_the
     second.close()
 
 
-@pytest.mark.parametrize("kind", ["indexed", "stream"])
-def test_a_state_of_an_earlier_version_goes_on(saved, text_encoder, kind):
-    folder, state = saved("jsonl", kind, hashes=False)
-    del state["files"]
-    if kind == "stream":
-        del state["settings"]["schemas"]
-        state["settings"]["sources"] = [open_source(folder, name="rows").fingerprint()]
-    go_on(folder, text_encoder, kind, state)
-
-
 @pytest.mark.parametrize(
     "files",
     [

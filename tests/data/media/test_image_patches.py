@@ -9,8 +9,8 @@ import torch
 from PIL import Image
 
 from headway.data import Media
-from headway.data.media.image_patches import ImagePatches
 from headway.data.media.images import Picture
+from headway.data.media.media_reader import ImagePatches
 from headway.errors import ConfigError
 from headway.models.video import normalised
 

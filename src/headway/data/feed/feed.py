@@ -279,18 +279,17 @@ class Feed(ABC):
         """Go to a saved, merged state; the first rank takes the counts over.
 
         Args:
-            state: of `merged`. One of an earlier version names no files; then lengths alone are compared.
+            state: of `merged`.
             verify: how files are compared with those that the state was saved with.
 
         Raises:
             CheckpointError: the state was saved with other data or settings, or is damaged.
         """
-        if not {"settings", "position", "report"} <= state.keys():
+        if not {"settings", "position", "report", FILES} <= state.keys():
             raise CheckpointError("The saved data position is damaged. Resume from another checkpoint.")
-        if FILES in state:  # another machine may read a copy of the files, with other times
-            clauses = changes_since(state[FILES], self.files, verify, times=self.share.rank == 0)
-            if clauses:
-                raise CheckpointError(refusal(clauses))
+        # Another machine may read a copy of the files, with other times.
+        if clauses := changes_since(state[FILES], self.files, verify, times=self.share.rank == 0):
+            raise CheckpointError(refusal(clauses))
         # Settings that decide the order of samples must be the same; each that differs is named.
         ours, saved = _plain(self._settings()), state["settings"]
         if saved != ours:

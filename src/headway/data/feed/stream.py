@@ -1,7 +1,7 @@
 """Feeding without an index: lanes of a stream, shared among ranks and worker processes."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 from headway.data.bad_rows import BadSamples
@@ -9,9 +9,8 @@ from headway.data.feed.feed import Feed, Share, estimated_bytes
 from headway.data.feed.lane import Lane, LanePack, Streaming
 from headway.data.feed.make import FinishedPack
 from headway.data.pool import Job
-from headway.data.sources.identity import Identities, Verify
+from headway.data.sources.identity import Identities
 from headway.errors import ConfigError
-from headway.packing.order import Stage
 
 
 class _Turn(NamedTuple):
@@ -85,16 +84,6 @@ class StreamFeed(Feed):
         self._states: dict[int, dict[str, Any] | None] = dict.fromkeys(range(share.rank, streaming.lanes, share.ranks))
         self._ended: set[int] = set()
 
-    def load_state_dict(self, state: dict[str, Any], verify: Verify = "size-and-time") -> None:
-        """Go to a saved, merged state; one of an earlier version has a digest of its files and schemas instead."""
-        settings = state.get("settings")
-        if isinstance(settings, dict) and "sources" in settings:
-            now = [source.fingerprint() for source in self._streaming.maker.sources]
-            if settings["sources"] == now:
-                state = {**state, "settings": {**settings, "schemas": self._settings()["schemas"]}}
-                del state["settings"]["sources"]
-        super().load_state_dict(state, verify)
-
     def _finished_steps(self) -> Iterator[list[FinishedPack]]:
         step: list[FinishedPack] = []
         states: dict[int, dict[str, Any]] = {}
@@ -131,11 +120,10 @@ class StreamFeed(Feed):
         return {
             "schemas": [source.schema_fingerprint() for source in streaming.maker.sources],
             "encoder": streaming.maker.encoder.fingerprint(),
-            "stages": [_plain_stage(stage) for stage in streaming.stages],
+            "stages": [asdict(replace(stage, epochs=None)) for stage in streaming.stages],  # stages may play on
             "budget": asdict(streaming.budget),
             **{name: getattr(streaming, name) for name in ("strategy", "overlong", "lanes", "shuffle", "open_packs")},
             "seed": streaming.seed,
-            "dealing": "shifted rounds",  # rule that deals a shard's rows to lanes; states of other rules cannot go on
             **({} if streaming.maker.dropout is None else {"dropout": asdict(streaming.maker.dropout)}),
         }
 
@@ -154,12 +142,3 @@ class StreamFeed(Feed):
     def _go_to(self, position: dict[str, Any]) -> None:
         self._states = {lane: position["lanes"][str(lane)] for lane in self._states}
         self._ended = {lane for lane in position["ended"] if lane in self._states}
-
-
-def _plain_stage(stage: Stage) -> dict[str, Any]:
-    """A stage under the names that checkpoints have for its parts."""
-    plays = [
-        {"source": entry.name, "weight": entry.weight, "epochs": entry.epochs, "limit": entry.limit}
-        for entry in stage.sources
-    ]
-    return {"plays": plays, "samples": stage.samples}

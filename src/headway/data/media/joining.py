@@ -4,7 +4,7 @@ The rule is read off the processor: it is run on two samples apart and together,
 those of each. Tensor letter: X stands for any axes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -84,6 +84,18 @@ def pack_tensor(parts: Sequence[torch.Tensor], rule: Joining) -> torch.Tensor:
             "sample into each pack (data.samples_per_pack: 1)."
         )
     return _placed(parts, rule.axis, rule.fill) if filled else torch.cat(list(parts), dim=rule.axis)
+
+
+def joined_tensors(samples: Sequence[Mapping[str, Joinable]]) -> dict[str, Joinable]:
+    """The tensors of several samples by their names, each joined as the model's processor joins them."""
+    by_name: dict[str, list[Joinable]] = {}
+    for sample in samples:
+        for name, joinable in sample.items():
+            by_name.setdefault(name, []).append(joinable)
+    return {
+        name: Joinable(pack_tensor([joinable.tensor_X for joinable in parts], parts[0].rule), parts[0].rule)
+        for name, parts in by_name.items()
+    }
 
 
 def _shape(parts: Sequence[torch.Tensor], axis: int) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from PIL import Image as Pillow
 
-from headway.data.media.joining import Joinable, Joining, joining_of, pack_tensor
+from headway.data.media.joining import Joinable, Joining, joined_tensors, joining_of
 from headway.data.samples import Grid
 from headway.errors import ConfigError
 
@@ -138,11 +138,8 @@ class ProcessedImages:
         """
         groups = [[picture] for picture in pictures] if self._apart else [list(pictures)]
         runs = [self._run([group]) for group in groups]
-        tensors = {
-            name: Joinable(pack_tensor([run.tensors[name] for run in runs], rule), rule)
-            for name, rule in self.rules.items()
-        }
-        return ImageLengths.total([self._lengths(run) for run in runs]), tensors
+        tensors = [{name: Joinable(run.tensors[name], rule) for name, rule in self.rules.items()} for run in runs]
+        return ImageLengths.total([self._lengths(run) for run in runs]), joined_tensors(tensors)
 
     def lengths(self, sizes: Sequence[_Size]) -> ImageLengths:
         """Lengths that `read` gives for pictures of these (height, width), by blank ones; cached by size.
