@@ -24,9 +24,8 @@ from headway.stores import place, size_of, url_of
 
 POSITION, MODEL, INDEX = "position.json", "model", ".metadata"
 # Keys of position.json besides the place in the data.
-SKIPPED, DIGEST, CHAIN, RESUMES = "skipped_in_a_row", "samples_digest", "samples_chain", "resumes"
+SKIPPED, CHAIN, RESUMES = "skipped_in_a_row", "samples_chain", "resumes"
 BEST = "best_evaluation"
-JUDGES_AVERAGE = "judges_average"  # whether evaluations judge the moving average of the weights
 OBJECTIVE = "objective_digest"  # digest of the file with a user's own objective
 _LAST = (MANIFEST, "config.json", "adapter_config.json")  # files sent last: of a checkpoint, a model, adapters
 SCHEMA_VERSION = 2
@@ -222,8 +221,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         version = manifest["schema_version"]
         if version != SCHEMA_VERSION:
             raise CheckpointError(
-                f"the checkpoint {folder} has version {version}, but this Headway reads version {SCHEMA_VERSION}. "
-                + ("Its folder is a model folder: start a new run with model.path set to it." if version == 1 else "")
+                f"the checkpoint {folder} has version {version}, but this Headway reads version {SCHEMA_VERSION}."
             )
         checkpoint = Checkpoint(
             folder,

@@ -11,14 +11,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from headway.checkpoint.folder import (
-    JUDGES_AVERAGE,
-    Checkpoint,
-    open_checkpoint,
-    set_aside,
-    step_folders,
-    with_way_out,
-)
+from headway.checkpoint.folder import Checkpoint, open_checkpoint, set_aside, step_folders, with_way_out
 from headway.checkpoint.index import SafeReader, read_index
 from headway.checkpoint.state import (
     AVERAGE,
@@ -163,12 +156,12 @@ def read_model(checkpoint: Checkpoint, model: nn.Module, *, average: bool | None
 
 
 def hands_out_average(checkpoint: Checkpoint, saved: Collection[str], asked_for: bool | None) -> bool:
-    """Choose between the last weights of a checkpoint and their moving average; evaluations decide by default.
+    """Choose between the last weights of a checkpoint and their moving average, which evaluations judge if it is there.
 
     Whatever reads a run's model asks this: exports, chats, evaluations.
 
     Args:
-        checkpoint: its position says what evaluations judge; one of an older version that they judge the average.
+        checkpoint: for messages to people.
         saved: names of its tensors.
         asked_for: whether to read the average; None for what evaluations judge.
 
@@ -181,7 +174,7 @@ def hands_out_average(checkpoint: Checkpoint, saved: Collection[str], asked_for:
             f"the checkpoint {checkpoint.folder} holds no moving average of the weights. Train with optim.ema, or "
             "use the weights themselves."
         )
-    return asked_for if asked_for is not None else is_there and bool(checkpoint.position().get(JUDGES_AVERAGE, True))
+    return is_there if asked_for is None else asked_for
 
 
 def check_architecture(checkpoint: Checkpoint, saved: Mapping[str, torch.Size], model: nn.Module) -> None:

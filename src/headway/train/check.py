@@ -2,18 +2,17 @@
 
 Each step's record has a digest of its samples (`samples_digest`), which is a sum, so digests of steps add up. A record
 alone proves nothing; its witnesses were written by others. Each checkpoint carries, handed on from process to process,
-the sum of all digests behind it, a chain over the steps in their order, and the feed's own counts of what it handed
-out. Steps that were lost and taken again are in resumes.jsonl as they were the first time. And there may be a run of
-the same data to compare with.
+a chain over the steps behind it in their order, and the feed's own counts of what it handed out. Steps that were lost
+and taken again are in resumes.jsonl as they were the first time. And there may be a run of the same data to compare
+with.
 """
 
 import hashlib
 import json
 import re
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -42,18 +41,18 @@ _CHOOSE_NO_SAMPLES = ("data/eval", "data/workers", "data/prefetch_bytes", "data/
 Ranges = tuple[tuple[int, int], ...]
 
 
-def chained(before: Mapping[str, Any] | None, record: Mapping[str, Any]) -> dict[str, Any]:
+def chained(before: str, record: Mapping[str, Any]) -> str:
     """Add a step's record to a chain, whose digest depends on every step's fields and on their order.
 
     Args:
-        before: the chain so far; None begins one with this step.
+        before: digest of the chain so far; "" before the first step.
         record: of the step.
 
     Returns:
-        The step that the chain begins after, and its digest: BLAKE2b of the digest before and the fields `CHAINED`.
+        BLAKE2b of the digest before and the fields `CHAINED`.
     """
-    since, digest = (record["step"] - 1, "") if before is None else (before["since"], before["digest"])
-    return {"since": since, "digest": _link(digest, [record.get(name) for name in CHAINED])}
+    fields = [record.get(name) for name in CHAINED]
+    return hashlib.blake2b(json.dumps([before, *fields]).encode(), digest_size=8).hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,9 +66,7 @@ class Check:
         unwitnessed: steps after which the run went on, of which nothing tells whether the next was the right one: no
             later step had been recorded, or none that can be compared.
         regrouped: lost steps that were taken again with another number of packs, and cannot be compared [steps].
-        checkpoints: checkpoints whose sum was compared with that of the steps up to them.
-        chains: those whose chain was compared too, which proves order, packs, tokens and segments of single steps.
-        counts: those whose feed had counted tokens and segments, whose sums were compared.
+        checkpoints: checkpoints whose chain and counts were compared with the steps up to them.
         others: steps compared with another run; None without one [steps].
         incomparable: why that run's steps hold other samples, whatever happened to either; empty where they do not.
         proved: first and last of each stretch of steps on whose samples a witness agrees; none where there is a fault.
@@ -83,8 +80,6 @@ class Check:
     unwitnessed: tuple[int, ...] = ()
     regrouped: int = 0
     checkpoints: int = 0
-    chains: int = 0
-    counts: int = 0
     others: int | None = None
     incomparable: str = ""
     proved: Ranges = ()
@@ -131,10 +126,9 @@ class Check:
     def as_table(self) -> str:
         """Names and values for people."""
         witnessed = format_count(self.resumes - len(self.unwitnessed))
-        compared = f"{format_count(self.checkpoints)} compared: {format_count(self.chains)} hold the steps in order"
         pairs = [
             ("steps", f"{format_count(self.steps)}, each recorded once"),
-            ("checkpoints", f"{compared}, {format_count(self.counts)} hold counts of samples"),
+            ("checkpoints", f"{format_count(self.checkpoints)} compared with the steps up to them"),
             ("restarts", f"{format_count(self.resumes)}, {witnessed} of them with a witness"),
             ("steps taken again", f"{format_count(self.redone)} compared with the first time"),
         ]
@@ -151,9 +145,7 @@ class _Witnesses:
     """Comparisons so far."""
 
     faults: list[str] = field(default_factory=list)
-    sums: set[int] = field(default_factory=set)  # steps of the checkpoints that agree
-    chains: dict[int, int] = field(default_factory=dict)  # chains that agree: last step -> the step before the chain
-    counts: int = 0
+    last: int = 0  # step of the last checkpoint that agrees
     resumes: int = 0  # resumes by the checkpoints' own count
     checkpoints: int = 0
 
@@ -164,9 +156,9 @@ class _Steps:
     def __init__(self, folder: Path) -> None:
         path = folder / METRICS
         self.digests, self.packs = array("Q"), array("Q")
-        self.fields: list[tuple[Any, ...]] = []  # fields of CHAINED for each step
+        self.chain = [""]  # after each step, and before the first
+        self.totals = {"tokens": [0], "segments": [0]}  # up to each step
         self.compares = False  # whether the objective makes several segments of a sample
-        self._chains: dict[int, list[str]] = {}  # digests of the chains that begin after a step
         for record in _lines(path):
             if record.get("kind") != "step":
                 continue
@@ -178,31 +170,16 @@ class _Steps:
                     "repeated, or the file was edited."
                 )
             if "samples_digest" not in record:
-                raise LogError(
-                    f"{path} has no samples_digest in step {expected}. Earlier versions of Headway wrote none."
-                )
+                raise LogError(f"{path} has no samples_digest in step {expected}. Give the folder of a headway train.")
             self.digests.append(_digest(record["samples_digest"]))
             self.packs.append(record["packs"])
-            self.fields.append(tuple(record.get(name) for name in CHAINED))
+            self.chain.append(chained(self.chain[-1], record))
+            for name, totals in self.totals.items():
+                totals.append(totals[-1] + record[name])
             self.compares = self.compares or "objective" in record
-        self.sums = [0, *accumulate(self.digests, lambda total, digest: (total + digest) % 2**64)]
 
     def __len__(self) -> int:
         return len(self.digests)
-
-    def total(self, name: str, step: int) -> int | None:
-        """Sum of a count over the steps up to one; None where a record lacks it."""
-        counts = [fields[CHAINED.index(name)] for fields in self.fields[:step]]
-        return None if None in counts else sum(counts)
-
-    def chain(self, since: int, step: int) -> str:
-        """Digest of the chain from one step to another."""
-        if since not in self._chains:
-            digests = [""]
-            for fields in self.fields[since:]:
-                digests.append(_link(digests[-1], fields))
-            self._chains[since] = digests
-        return self._chains[since][step - since]
 
 
 def check_run(folder: Path, other: Path | None = None) -> Check:
@@ -254,9 +231,8 @@ def _compare(folder: Path, other: Path | None) -> Check:
     _compare_restarts(folder, resumes, witnesses)
 
     # All steps with a witness are proved, unless something disagrees.
-    last = max(witnesses.sums, default=0)
-    witnessed = [(1, last), *((step, step) for step in redone), (1, others or 0)]
-    ordered = [(since + 1, step) for step, since in witnesses.chains.items()]
+    ordered = (1, witnesses.last)
+    witnessed = [ordered, *((step, step) for step in redone), (1, others or 0)]
     return Check(
         steps=len(steps),
         resumes=resumes,
@@ -264,58 +240,43 @@ def _compare(folder: Path, other: Path | None) -> Check:
         unwitnessed=tuple(step for step in unwitnessed if (others or 0) <= step),
         regrouped=regrouped,
         checkpoints=witnesses.checkpoints,
-        chains=len(witnesses.chains),
-        counts=witnesses.counts,
         others=others,
         incomparable=incomparable,
         proved=() if witnesses.faults else _joined(witnessed),
-        in_order=() if witnesses.faults else _joined(ordered),
+        in_order=() if witnesses.faults else _joined([ordered]),
         faults=tuple(witnesses.faults),
     )
 
 
 def _compare_checkpoint(saved: dict[str, Any], step: int, steps: _Steps, witnesses: _Witnesses) -> None:
     witnesses.resumes = max(witnesses.resumes, int(saved.get("resumes", 0)))
-    if saved.get("samples_digest") is None:
+    if (chain := saved.get("samples_chain")) is None:
         return
     witnesses.checkpoints += 1
     if step > len(steps):
         witnesses.faults.append(f"there is a checkpoint of step {step}, but the records end at step {len(steps)}")
         return
     faults = []
-    # Samples as a sum, which no order changes; then the chain of steps, where the checkpoint has one.
-    if _digest(saved["samples_digest"]) != steps.sums[step]:
-        faults.append(f"the checkpoint of step {step} followed other samples than the records")
-    if (chain := saved.get("samples_chain")) is not None:
-        if chain["digest"] == steps.chain(chain["since"], step):
-            witnesses.chains[step] = int(chain["since"])
-        elif not faults:
-            faults.append(
-                f"the checkpoint of step {step} followed other packs, tokens or segments than the records, or the "
-                "same in another order"
-            )
+    if chain != steps.chain[step]:
+        faults.append(
+            f"the checkpoint of step {step} followed other samples, packs, tokens or segments than the records, or the "
+            "same in another order"
+        )
     # The feed's own counts must be the records' totals.
-    for name, count in _feed_counts(saved.get("report")).items():
-        if name == "segments" and steps.compares:
-            continue
-        recorded = steps.total(name, step)
-        if recorded is None:
-            continue
-        witnesses.counts += name == "tokens"
-        if count != recorded:
+    for name, count in _feed_counts(saved["report"]).items():
+        recorded = steps.totals[name][step]
+        if count != recorded and not (name == "segments" and steps.compares):
             faults.append(
                 f"by the checkpoint of step {step} the feed had handed out {format_count(count)} {name}, but the "
                 f"records have {format_count(recorded)}"
             )
     if not faults:
-        witnesses.sums.add(step)
+        witnesses.last = max(witnesses.last, step)
     witnesses.faults += faults
 
 
-def _feed_counts(report: Mapping[str, Any] | None) -> dict[str, int]:
+def _feed_counts(report: Mapping[str, Any]) -> dict[str, int]:
     """Tokens and segments that a feed handed out, by its own count; segments where no sample was cut into several."""
-    if report is None:
-        return {}
     counts = {"tokens": int(report["tokens"])}
     sources = report["samples"].values()
     if not any(source["split"]["samples"] for source in sources):
@@ -365,10 +326,6 @@ def _compare_restarts(folder: Path, resumes: int, witnesses: _Witnesses) -> None
     for where, count in (("a checkpoint", witnesses.resumes), (ledger.name, counted)):
         if count > resumes:
             witnesses.faults.append(f"{where} counts {count} restarts, and resumes.jsonl tells of {resumes}")
-
-
-def _link(before: str, fields: Sequence[Any]) -> str:
-    return hashlib.blake2b(json.dumps([before, *fields]).encode(), digest_size=8).hexdigest()
 
 
 def _digest(text: object) -> int:

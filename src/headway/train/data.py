@@ -35,8 +35,9 @@ from headway.log.working import measuring_rows
 from headway.models.parallel.ranks import Ranks
 from headway.models.vision import vision_geometry
 from headway.packing.budget import Budget
-from headway.packing.items import Items, Policies
+from headway.packing.items import Items, OverlongCounts, Policies
 from headway.packing.order import Order, Stage, StageSource
+from headway.packing.parts import Dropout
 from headway.packing.plan import Plan
 from headway.plugins import objective_of
 from headway.train.agreement import agree, agreed_files, files_facts
@@ -87,8 +88,8 @@ def open_feed(
     # Sources of packs, and the share of the packs that this rank takes.
     sources, stages = open_stages(data, config.optim.epochs)
     files = agreed_files(sources, data.verify, ranks)
-    if FILES in position:  # ranks on other machines may read copies of their own, whose times are others
-        own = changes_since(position[FILES], files, data.verify, times=ranks.is_first)
+    if position:  # ranks on other machines may read copies of their own, whose times are others
+        own = changes_since(position.get(FILES), files, data.verify, times=ranks.is_first)
         if clauses := list(dict.fromkeys(chain.from_iterable(ranks.gather_all(own)))):
             raise CheckpointError(refusal(clauses))
     bad = bad_samples(config)
@@ -119,23 +120,36 @@ def open_feed(
         return StreamFeed(streaming, share, bad, files=files)
     # Packs planned over all lengths.
     indices = _indices(sources, encoder, data.workers, bad, ranks)
-    items, planned = Items.build(
+    plan, planned = plan_of(config, stages, indices, cost_model, ranks.num_data_ranks, dropout)
+    feed = IndexedFeed(plan, maker, share, bad, planned=planned, files=files)
+    agree(ranks, lambda: files_facts(feed.files))  # lengths of rows tell files apart that are too large to be hashed
+    return feed
+
+
+def plan_of(
+    config: TrainConfig,
+    stages: Sequence[Stage],
+    indices: Mapping[str, LengthIndex],
+    cost_model: CostModel,
+    num_ranks: int,
+    dropout: Dropout | None,
+) -> tuple[Plan, dict[str, OverlongCounts]]:
+    """Plan a run's packs over the lengths of its samples, and count what the plan leaves out of each source."""
+    data, accumulation = config.data, config.optim.accumulation
+    items, counts = Items.build(
         indices, budget_of(data), overlong_of(data), cost_model, dropout, skips_unlabelled=config.skips_unlabelled
     )
-    order = Order(items.sizes, stages, seed=data.seed, tells_epochs=dropout is not None)
     plan = Plan(
         items,
-        order,
+        Order(items.sizes, stages, seed=data.seed, tells_epochs=dropout is not None),
         budget_of(data),
-        ranks.num_data_ranks * accumulation,
+        num_ranks * accumulation,
         strategy=data.strategy,
         seed=data.seed,
         window=data.window,
         accumulation=accumulation,
     )
-    feed = IndexedFeed(plan, maker, share, bad, planned=planned, files=files)
-    agree(ranks, lambda: files_facts(feed.files))  # lengths of rows tell files apart that are too large to be hashed
-    return feed
+    return plan, counts
 
 
 def _cache(

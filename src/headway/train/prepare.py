@@ -30,7 +30,7 @@ from headway.checkpoint import (
     training_tensors,
 )
 from headway.checkpoint.export import Exports
-from headway.checkpoint.folder import BEST, JUDGES_AVERAGE, OBJECTIVE
+from headway.checkpoint.folder import BEST, OBJECTIVE
 from headway.checkpoint.spelling import keep_spelling
 from headway.config import ParallelConfig, TrainConfig
 from headway.config.advice import warnings
@@ -41,7 +41,7 @@ from headway.data import Encoder
 from headway.data.chat import stop_ids_of
 from headway.data.chat_settings import ChatSettings
 from headway.data.encoders import prepare_encoder
-from headway.data.feed import FILES, Feed
+from headway.data.feed import Feed
 from headway.data.processor_settings import ProcessorSettings
 from headway.data.sources.opening import samples_of
 from headway.data.stops import with_stops
@@ -212,8 +212,6 @@ def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folde
         restore_random_state(checkpoint.random_state(ranks.rank))
     phase.at("counting the steps", watched=False)  # a run to the end of its data plans all of its steps here
     steps, notes = _length(config, feed, checkpoint)
-    if checkpoint is not None and FILES not in position:
-        notes += (f"{checkpoint.folder} names no data files, so Headway compared only the lengths of samples",)
     if ranks.is_first:
         notes += tuple(f"warning: {note}" for source in feed.sources for note in source.notes())
     feed.needed = steps - (checkpoint.step if checkpoint is not None else 0)
@@ -426,8 +424,6 @@ def begin_checkpoint(run: Run, place: Place, history: Mapping[str, Any], *, goes
         position[OBJECTIVE] = run.objective.digest
     if run.eval_set is not None:
         position[BEST] = run.best.to_dict()
-    if run.ema is not None:
-        position[JUDGES_AVERAGE] = True
     tensors = training_tensors(run.model, run.optimizer, run.ema)
     shape = MeshShape() if run.mesh is None else run.mesh.shape
     contents = Contents(tensors, place.random, position, asdict(shape), run.write_model)
@@ -456,12 +452,12 @@ def _with_encoder(
     config: TrainConfig, trained: Trained, checkpoint: Checkpoint | None
 ) -> tuple[Encoder, Trained, tuple[str, ...]]:
     """The encoder of a run, the model with ledgers of what it encodes, and a line on prompts for the start."""
-    encoder = _encoder(config, trained.model, checkpoint)
+    encoder = encoder_of_run(config, trained.model, checkpoint)
     apart = prepare_encoder(config, trained.model, trained.cost_model, encoder)
     return encoder, trained.under_splits() if encoder.shares_prompts else trained, apart
 
 
-def _encoder(config: TrainConfig, model: PreTrainedModel, checkpoint: Checkpoint | None) -> Encoder:
+def encoder_of_run(config: TrainConfig, model: PreTrainedModel, checkpoint: Checkpoint | None = None) -> Encoder:
     """The encoder of a run, by its chat template: the one that it began with."""
     settings = ProcessorSettings.of(**config.of_processor())
     if settings.chats != ChatSettings() and lays_out_packs(model.config):

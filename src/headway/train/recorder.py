@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from headway.checkpoint.folder import CHAIN, DIGEST, RESUMES, SKIPPED
+from headway.checkpoint.folder import CHAIN, RESUMES, SKIPPED
 from headway.data import Batch
 from headway.errors import NotFiniteError
 from headway.log.boundary import ErrorBoundary
@@ -18,7 +18,7 @@ from headway.models.experts import RouterSummary
 from headway.train.check import chained
 from headway.train.objective import Objective
 from headway.train.record import MetricsLog
-from headway.train.share import DIGESTS, StepShare
+from headway.train.share import StepShare
 from headway.train.step_numbers import DeviceNumbers, StepNumbers
 
 
@@ -85,8 +85,7 @@ class StepRecorder:
         self._sources, self._objective = sources, objective
         self._may_skip, self._bad_samples = may_skip, bad_samples
         self._skipped = int(before.get(SKIPPED, 0))
-        self._digest = int(before.get(DIGEST, "0"), 16)
-        self._chain: dict[str, Any] | None = before.get(CHAIN)
+        self._chain: str = before.get(CHAIN, "")
         self._resumes = max(resumes, int(before.get(RESUMES, 0)))
         self._pending: deque[tuple[LaunchedStep, Callable[[], StepNumbers]]] = deque()
 
@@ -106,8 +105,7 @@ class StepRecorder:
 
     def behind(self) -> dict[str, Any]:
         """State for a checkpoint: skipped updates in a row, and what `headway check` compares with the records."""
-        state = {SKIPPED: self._skipped, DIGEST: f"{self._digest:016x}", RESUMES: self._resumes}
-        return state if self._chain is None else {**state, CHAIN: self._chain}
+        return {SKIPPED: self._skipped, CHAIN: self._chain, RESUMES: self._resumes}
 
     def write(self, windows: Sequence[Window]) -> None:
         """Write the records of steps that all ranks have passed.
@@ -124,7 +122,6 @@ class StepRecorder:
     def _write(self, window: Window, pending: LaunchedStep, arrived: Callable[[], StepNumbers]) -> None:
         numbers = arrived()  # the device has passed it
         self._skipped = 0 if numbers.is_finite else self._skipped + 1
-        self._digest = (self._digest + pending.share.digest) % DIGESTS
         if self._skipped > self._may_skip:
             loss = sum(numbers.losses) / pending.share.divisor
             raise NotFiniteError(self._not_finite(pending, loss, numbers.grad_norm))
