@@ -42,7 +42,7 @@ def test_tune_takes_the_samples_that_plan_takes(headway):
     assert own["run_s"] == pytest.approx(planned["run"]["seconds"][1], rel=0.02)
     assert tuned["best"][0]["run_s"] <= own["run_s"]
     twice = headway("tune", "qwen3-8b", *H100, *samples, "--data", "x.jsonl")
-    assert (twice.code, "--segments and --data are two places for lengths" in twice.err) == (2, True)
+    assert (twice.code, "--segments and --data both give lengths" in twice.err) == (2, True)
 
 
 def test_compare_shows_the_conventions_that_are_named_beside_useful(headway):

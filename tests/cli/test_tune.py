@@ -51,8 +51,8 @@ def test_what_is_printed_keeps_to_eighty_columns_and_says_what_is_next(tune, mon
     assert [line for line in result.out.splitlines() if len(line) > 80] == []
     text = " ".join(result.out.split())
     assert "60.0 GiB on each device, 42.7 % of 140.4 GiB" in text
-    assert "a GiB buys" in text
-    assert "more than the limit (+" in text  # why the next faster one does not fit
+    assert "gain per GiB" in text
+    assert "more than the limit. Compared with choice 1: +" in text  # why the next faster one does not fit
     assert "Links: printed links of NVIDIA H200" in text
 
 
@@ -77,9 +77,9 @@ def test_what_was_measured_is_shown_and_ranks_again(tune, monkeypatch, tmp_path)
     result = tune("--measure", 3, "--write", tmp_path / "best.yaml")
     assert result.code == 0, result.err
     assert "out of memory: it burst" in result.out
-    assert "The best by what was seen is choice 3, 500.0 TFLOP/s (measured)." in result.out
+    assert "After the measurement, the fastest is choice 3: 500.0 TFLOP/s (measured)." in result.out
     runs = iter([Trial("failed", reason="a fault")])
-    assert "None of them could be measured" in tune("--measure", 1).out
+    assert "Headway could measure none of the choices" in tune("--measure", 1).out
 
 
 @pytest.mark.parametrize(
@@ -90,10 +90,10 @@ def test_what_was_measured_is_shown_and_ranks_again(tune, monkeypatch, tmp_path)
         (("--memory", "lots"), 2, "--memory 'lots' is not a size"),
         (("--tokens-per-step", "2M or so"), 2, "is not a number of tokens with a tolerance"),
         (("--tokens-per-step", "131072 +-0.0001%"), 2, "ranks x accumulation x packing length must come near"),
-        (("--measure", 2), 1, "one of them is missing"),
-        (("--steps", 2), 2, "--steps 2 cannot take effect without --measure"),
-        (("--data", "x.jsonl"), 2, "--lengths and --data are two places"),
-        (("--write", RECIPE), 2, "is the recipe itself"),
+        (("--measure", 2), 1, "--measure trains the recipe's model on the recipe's data."),
+        (("--steps", 2), 2, "--steps 2 has no effect without --measure K"),
+        (("--data", "x.jsonl"), 2, "--lengths and --data both give lengths"),
+        (("--write", RECIPE), 2, "would replace the recipe"),
         (("--write", "/nowhere/at/all.yaml"), 2, "the folder /nowhere/at does not exist"),
         (("--device", "H2000"), 1, "H2000"),
     ],
@@ -117,7 +117,7 @@ def test_a_model_is_tuned_by_its_name_alone(headway, tmp_path):
     assert best["mfu"] > 0
     refused = headway("tune", "gpt2", "--device", "H100", "--write", tmp_path / "best.yaml")
     assert (refused.code, refused.out) == (2, "")
-    assert "'gpt2' is none. `headway init` writes one" in " ".join(refused.err.split())
+    assert "'gpt2' is no file. `headway init` writes a recipe" in " ".join(refused.err.split())
     misspelt = headway("tune", "qwen3-vl-9b", "--device", "H100")
     assert "Did you mean qwen3-vl-8b" in " ".join(misspelt.err.split())
 

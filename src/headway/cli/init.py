@@ -62,7 +62,7 @@ def init(
     """Write a commented YAML file that trains a model on your data.
 
     Headway measures lengths as `headway index` does, and plans packs and memory as `headway train --dry-run` does. With
-    --device, Headway chooses settings that fit the device, by recomputation, smaller moments or LoRA if needed.
+    --device, Headway chooses settings that fit the device: if needed, recomputation, 8-bit optimizer states or LoRA.
 
     Example: headway init --model Qwen/Qwen3-VL-2B-Instruct --data chats.jsonl --device 4090 -o train.yaml
     """
@@ -118,8 +118,8 @@ def init(
     write_output(output, suggestion.text, option="-o", new=True)
     if suggestion.lengths.bad:
         warn(
-            f"{suggestion.lengths.bad} rows cannot be used, and training will stop at them. `headway index` names "
-            "them; data.bad: {policy: skip} leaves them out."
+            f"{suggestion.lengths.bad} rows cannot be used, and training will stop at the first of them. `headway "
+            "index` names these rows. To train without them, set data.bad: {policy: skip}."
         )
     settings, lengths, planned = suggestion.config, suggestion.lengths, suggestion.planned
     record = {
@@ -135,15 +135,15 @@ def init(
         "peak_bytes": None if planned is None else planned.memory.peak,
         "lora": settings.model.lora is not None,
     }
-    memory = "not looked at; --device NAME does"
+    memory = "not checked. Add --device NAME, such as --device 4090"
     if planned is not None and planned.device is not None:
         memory = f"{format_bytes(planned.memory.peak)} by the plan, on {planned.device.title}"
         memory += f", with LoRA of rank {settings.model.lora.rank}" if settings.model.lora is not None else ""
     pairs = [
         ("wrote", shown(output)),
         ("lengths", str(lengths)),
-        ("packs", f"{format_count(settings.data.tokens_per_pack)} tokens"),
-        ("epochs", f"{suggestion.epochs} of {format_count(suggestion.steps_per_epoch)} steps on one device"),
+        ("packs", f"{format_count(settings.data.tokens_per_pack)} tokens each"),
+        ("epochs", f"{suggestion.epochs}, each of {format_count(suggestion.steps_per_epoch)} steps on one device"),
         ("memory", memory),
         ("next", f"headway train {shown(output)}"),
     ]

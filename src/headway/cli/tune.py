@@ -67,7 +67,7 @@ def tune(
     data: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="D", help="Instead of --lengths: datasets, measured with the model's processor. Repeatable."
+            metavar="D", help="Datasets that the model's processor measures, in place of --lengths. Repeatable."
         ),
     ] = None,
     *,
@@ -121,12 +121,12 @@ def tune(
     from headway.devices import named_device
 
     if steps is not None and measure is None:
-        raise UsageError(f"--steps {steps} cannot take effect without --measure.")
+        raise UsageError(f"--steps {steps} has no effect without --measure K. Add --measure, or leave --steps out.")
     if work.segments is not None and (lengths is not None or data):
         other = "--data" if data else "--lengths"
-        raise UsageError(f"--segments and {other} are two places for lengths; give one of them.")
+        raise UsageError(f"--segments and {other} both give lengths. Give one of them.")
     if length.tokens is not None and length.samples is not None:
-        raise UsageError("--tokens and --samples both say how long the run is; give one of them.")
+        raise UsageError("--tokens and --samples both give the length of the run. Give one of them.")
     if write is not None:
         _check_target(write, recipe)
     cost_model, config = named_recipe(recipe, tuple(settings or ()))
@@ -154,7 +154,7 @@ def _planned_for(
     from headway.config import changed_config
 
     if lengths is not None and measured:
-        raise UsageError("--lengths and --data are two places for lengths; give one of them.")
+        raise UsageError("--lengths and --data both give lengths. Give one of them.")
     plan = config.plan
     planned = {"plan.devices": devices or plan.devices or 1, "plan.device": device or plan.device}
     of_lengths = {} if lengths is None else {"plan.lengths": str(lengths), "plan.mix": None}
@@ -182,7 +182,8 @@ def _tuned(
     best = distinct(result.ranked, max(top, measure or 0))
     if measure is not None and measure > len(best):
         raise UsageError(
-            f"--measure {measure}: only {len(best)} choices that differ in more than details fit. Give at most that."
+            f"--measure {measure} is too many: {len(best)} choices that differ in more than details fit. Give at most "
+            f"{len(best)}."
         )
     # Steps that were really run correct the forecasts of all others.
     trials = _run(best[:measure], search.devices, steps) if measure else {}
@@ -191,7 +192,7 @@ def _tuned(
     left_out = search.predictor.saved[precision_of(search.config, search.devices)].left_out
     notes = [
         note_on_tokens(best[0]),
-        f"activations of {', '.join(left_out[:3])} are not explained, and missing" if left_out else "",
+        f"Headway cannot count the activations of {', '.join(left_out[:3])}." if left_out else "",
         note_on_links(links, search.devices),
     ]
     return TuneReport(
@@ -280,7 +281,7 @@ def search_of(
         )
     if lengths is None:
         raise PlanError(
-            "nothing says how long the samples are: give --lengths FILE, --data D or --segments, or set plan.lengths "
+            "nothing says how long the samples are. Give --lengths FILE, --data D or --segments, or set plan.lengths "
             "or plan.mix in the recipe."
         )
     speeds = speeds_of(config, cost_model, target, count)
@@ -291,7 +292,7 @@ def search_of(
 
 
 def _room(memory: str | None, device: "Device | None") -> int | None:
-    """Memory that each device may hold [bytes]; None if it is unknown."""
+    """Memory that a run may use on each device [bytes]; None if it is unknown."""
     from headway.predict.fitting import room_of
 
     limit = None if device is None else device.total_memory_bytes
@@ -328,21 +329,21 @@ def _check_data(config: "TrainConfig") -> None:
         find_inputs(config)
     except HeadwayError as error:
         raise DataError(
-            f"--measure trains on the recipe's own data with the recipe's own model, and one of them is missing: "
-            f"{error} Set data.train and model.path (--set), or leave --measure out."
+            f"--measure trains the recipe's model on the recipe's data. {error} Set model.path and data.train "
+            "with --set, or leave --measure out."
         ) from error
 
 
 def _check_target(write: Path, recipe: str) -> None:
     if not Path(recipe).is_file():
         raise UsageError(
-            f"--write {write}: the new recipe extends a file, and {recipe!r} is none. `headway init` writes one for a "
-            "model and data."
+            f"--write {write} needs a recipe file to extend, and {recipe!r} is no file. `headway init` writes a "
+            "recipe for a model and data."
         )
     if write.resolve() == Path(recipe).resolve():
-        raise UsageError(f"--write {write} is the recipe itself, which the new one extends. Give another file.")
+        raise UsageError(f"--write {write} would replace the recipe that the new recipe extends. Give another file.")
     if not write.parent.is_dir():
-        raise UsageError(f"--write {write}: the folder {write.parent} does not exist. Make it, or name another.")
+        raise UsageError(f"--write {write}: the folder {write.parent} does not exist. Make the folder first.")
 
 
 def _run(best: "Sequence[Prediction]", devices: int, steps: int | None) -> "dict[Prediction, Trial]":

@@ -159,11 +159,7 @@ def _head(tuned: TuneReport) -> list[tuple[str, str]]:
         ("speeds", tuned.source),
         ("lengths", tuned.lengths),
         ("step", f"{tuned.step_tokens:,} tokens +-{100 * tuned.tolerance:g} %"),
-        (
-            "tried",
-            f"{result.tried:,} choices, {result.fitting:,} of them fit; {result.packings} packings planned; "
-            f"{format_duration(result.seconds)}",
-        ),
+        ("tried", f"{result.tried:,} choices in {format_duration(result.seconds)}, of which {result.fitting:,} fit"),
         *([] if tuned.run is None else [("run", _run_text(tuned))]),
     ]
 
@@ -222,7 +218,7 @@ def _best_table(tuned: TuneReport) -> str:
 def _settings_table(best: "Sequence[Prediction]") -> str:
     changes = [" ".join(candidate.settings) or "the recipe as it is" for candidate in best]
     rows = [[str(number), text] for number, text in enumerate(changes, start=1)]
-    return render_table([Column("", "left"), Column("what it changes", "left")], rows)
+    return render_table([Column("", "left"), Column("settings", "left")], rows)
 
 
 def _front_table(tuned: TuneReport) -> str:
@@ -243,7 +239,7 @@ def _front_table(tuned: TuneReport) -> str:
         memory, speed, *settings = _on_front(_cells(tuned, candidate))
         rows.append([memory, speed, gain, *settings, "" if tuned.result.fits(candidate) else "beyond"])
     of_memory, of_speed, *others = _on_front(_columns(tuned))
-    headings = [of_memory, of_speed, Column(f"a {name} buys"), *others]
+    headings = [of_memory, of_speed, Column(f"gain per {name}"), *others]
     if any(row[-1] for row in rows):
         return render_table([*headings, Column("", "left")], rows)
     return render_table(headings, [row[:-1] for row in rows])
@@ -258,19 +254,19 @@ def _on_front(cells: "Sequence[T]") -> "list[T]":
 def _what_is_next(tuned: TuneReport) -> str:
     further, room = tuned.next_better, tuned.result.room_bytes
     if room is None:
-        return "Without a limit nothing is out of reach; give --memory or --device for what memory buys."
+        return "Every choice fits, because no limit is set. Give --memory or --device to see the gain of more memory."
     if further is None:
-        return "More memory buys nothing here: no choice up to a quarter beyond the limit is faster than the best."
+        return "More memory would gain nothing: no choice within 125 % of the limit is faster than choice 1."
     gain = further.flops_per_s / tuned.best[0].flops_per_s - 1
     more = [
         f"+{format_bytes(size)} of {LABELS.get(name, name)}" for name, size in list(_more(tuned, further).items())[:2]
     ]
     return (
-        f"The next faster choice does not fit: packs of {further.config.data.tokens_per_pack:,} x "
-        f"{further.config.optim.accumulation}, recompute {further.config.speed.recompute}, mesh {_mesh(further)}, is "
-        f"{format_share(gain)} faster and takes {format_bytes(further.memory.peak)}, "
-        f"{format_bytes(further.memory.peak - room)} more than the limit ({', '.join(more) or 'no part alone'} beside "
-        "the best)."
+        f"The next faster choice does not fit. Packs of {further.config.data.tokens_per_pack:,} x "
+        f"{further.config.optim.accumulation}, recompute {further.config.speed.recompute}, mesh {_mesh(further)} are "
+        f"{format_share(gain)} faster. They take {format_bytes(further.memory.peak)}, "
+        f"{format_bytes(further.memory.peak - room)} more than the limit. Compared with choice 1: "
+        f"{', '.join(more) or 'no part alone is larger'}."
     )
 
 
@@ -287,15 +283,15 @@ def _seen_table(tuned: TuneReport) -> str:
 
 def _said_after(tuned: TuneReport) -> str:
     if not any(trial.outcome == "measured" for trial in tuned.trials.values()):
-        return "None of them could be measured, so the predictions stand as they are."
+        return "Headway could measure none of the choices, so the table above shows predictions."
     candidate, rate, trial = tuned.again[0]
     number = list(tuned.trials).index(candidate) + 1 if candidate in tuned.trials else None
-    which = f"choice {number}" if number else f"not measured: {' '.join(candidate.settings)}"
-    how = "measured" if trial is not None else "predicted, times what was measured over predicted elsewhere"
-    return f"The best by what was seen is {which}, {format_rate(rate)} ({how})."
+    which = f"choice {number}" if number else f"a choice that was not measured ({' '.join(candidate.settings)})"
+    how = "measured" if trial is not None else "predicted, corrected by the measured choices"
+    return f"After the measurement, the fastest is {which}: {format_rate(rate)} ({how})."
 
 
 def note_on_tokens(candidate: "Prediction") -> str:
     """Name the fate of samples that are longer than a pack of the best choice."""
     left, samples = overlong_text(candidate.work), candidate.work.counts.read
-    return f"Of {format_count(samples)} samples {left} in the packs of choice 1." if left else ""
+    return f"The packs of choice 1 do not hold all {format_count(samples)} samples whole: {left}." if left else ""

@@ -81,7 +81,7 @@ class MeasuredLengths:
         if not len(tokens):
             reasons = [str(error) for index in indices for error in index.bad.values()]
             first = reasons[0] if reasons else "it holds no words"
-            raise DataError(f"No sample of the data can be used. The first: {first}")
+            raise DataError(f"Headway can use no sample of the data. The first sample: {first}")
         supervised = sum(int(index.supervised.sum(dtype=np.int64)) for index in indices)
         images = sum(len(index.media[name].values) for index in indices for name in ("images", "videos"))
         bad, empty = sum(len(index.bad) for index in indices), sum(int(index.empty.sum()) for index in indices)
@@ -225,8 +225,8 @@ def _epochs(steps: int, cost_model: CostModel, lengths: MeasuredLengths, *, from
 
 def _why_epochs(epochs: int, lengths: MeasuredLengths) -> str:
     if epochs > _EPOCHS:
-        return f"passes over all samples: {_FROM_SCRATCH_STEPS} steps or more for a model from scratch"
-    return "a corpus is read once" if lengths.are_documents and epochs == _CORPUS_EPOCHS else "passes over all samples"
+        return f"passes over all samples (a model from scratch gets {_FROM_SCRATCH_STEPS} steps or more)"
+    return "one pass over a corpus" if lengths.are_documents and epochs == _CORPUS_EPOCHS else "passes over all samples"
 
 
 def pack_length(lengths: MeasuredLengths) -> int:
@@ -329,8 +329,8 @@ def _fitted(
             changed = copy.deepcopy(raw)
             return changed, predictor.at(with_overrides(changed, ways[0]), 1, lengths)
     raise ConfigError(
-        f"No settings were found with which {raw['model']['path']} trains on one {device.title}: adapters of rank "
-        f"{LORA_RANK} need {format_bytes(planned.memory.peak)}. Give a smaller model or another {Argument('device')}, "
+        f"Headway found no settings that fit {raw['model']['path']} on one {device.title}. Even LoRA of rank "
+        f"{LORA_RANK} needs {format_bytes(planned.memory.peak)}. Give a smaller model or another {Argument('device')}, "
         "or plan several devices with headway train --dry-run --devices N."
     )
 
@@ -377,33 +377,33 @@ def _comments(
     samples_per_pack = max(1.0, pack / float(lengths.tokens.mean()))
     # for each setting that a suggestion may have
     comments = {
-        "model": "What learns: all weights, unless lora or freeze say otherwise.",
+        "model": "All weights learn, unless you set lora or freeze.",
         "model.path": "folder, config.json or Hub id",
-        "model.random_init": "the folder has no weights: they are drawn with run.seed",
-        "model.chat_template": "in place of the model's own; exports hold it",
-        "model.new_tokens": "the tokenizer has these, and the model gets rows for them",
-        "model.new_special_tokens": "the tokenizer has these, and the model gets rows for them",
-        "model.lora": f"all weights would not fit {planned.device.title}" if planned and planned.device else "adapters",
-        "model.base": "frozen weights in 4 bits, as in bfloat16 they would not fit (QLoRA)",
+        "model.random_init": "the folder has no weights, so Headway draws them with run.seed",
+        "model.chat_template": "replaces the model's own template, in exports too",
+        "model.new_tokens": "tokens of the tokenizer that the model has no row for yet",
+        "model.new_special_tokens": "tokens of the tokenizer that the model has no row for yet",
+        "model.lora": f"all weights do not fit {planned.device.title}" if planned and planned.device else "adapters",
+        "model.base": "frozen weights have 4 bits, because 16 bits do not fit (QLoRA)",
         "data": f"{lengths}.",
-        "data.train": "each row becomes a sample; docs/data-formats.md has the forms",
+        "data.train": "each row becomes a sample (docs/data-formats.md lists the forms)",
         "data.tokens_per_pack": f"one micro-batch: about {samples_per_pack:,.0f} samples without padding [tokens]",
-        "data.overlong": f"{format_count(over)} samples are longer ({format_share(over / len(lengths.tokens))})",
-        "data.eval": "samples that are not trained on",
-        "eval": "Held-out samples are answered, and how many answers are exact stands in the summary.",
-        "eval.at_end": "after the last step; eval.every: N asks for more",
+        "data.overlong": f"{format_count(over)} samples exceed a pack ({format_share(over / len(lengths.tokens))})",
+        "data.eval": "held-out samples",
+        "eval": "The model answers the held-out samples. The summary says how many answers are exact.",
+        "eval.at_end": "once after the last step (eval.every: N evaluates every N steps)",
         "optim": f"One epoch is {format_count(steps)} steps on one device, and fewer on several.",
         "optim.epochs": _why_epochs(optim["epochs"], lengths),
-        "optim.lr": f"{rate}; the first thing to try others of",
+        "optim.lr": f"{rate} (if you tune one setting, tune this one)",
         "optim.accumulation": f"packs per step, for {_SAMPLES_PER_STEP} samples a step or more",
-        "optim.warmup_steps": "3 % of the steps, in which the rate rises [steps]",
-        "optim.state": "how moments are held, to save memory",
-        "speed": "Chosen so that the run fits the device's memory and trains fastest there.",
-        "checkpoint": "The last one is exported as a folder that transformers opens.",
-        "checkpoint.every": "steps from one to the next; `headway train --resume` goes on from the newest",
+        "optim.warmup_steps": "the learning rate rises in the first 3 % of the steps [steps]",
+        "optim.state": "precision of the optimizer's states, lowered to save memory",
+        "speed": "The fastest settings that fit the device's memory.",
+        "checkpoint": "Headway exports the last checkpoint as a folder that transformers opens.",
+        "checkpoint.every": "steps between checkpoints (`headway train --resume` continues from the newest)",
         **({} if objective is None else objective.comments),
-        "run": "Where everything goes: metrics.jsonl, checkpoints, summary.json, export/.",
-        "run.folder": "one run each",
+        "run": "The folder gets metrics.jsonl, checkpoints/, summary.json and export/.",
+        "run.folder": "one folder for each run",
     }
     # memory, where it was planned for a device
     if planned is not None and planned.device is not None:
@@ -411,7 +411,7 @@ def _comments(
         peak = f"{format_bytes(planned.memory.peak)} at most, {format_share(share)} of {planned.device.title}"
         comments |= {
             "plan": f"Memory by the plan: {peak}.",
-            "plan.device": "for `headway train --dry-run`, which shows it by part",
+            "plan.device": "`headway train --dry-run` shows the memory on this device by part",
         }
     comments |= {f"optim.{key}": comments.get(f"optim.{key}", "") for key in optim}
     return comments
@@ -419,7 +419,10 @@ def _comments(
 
 def _commented(raw: Mapping[str, Any], comments: Mapping[str, str]) -> str:
     """YAML of two levels with a comment above each section and behind each setting."""
-    lines = ["# Written by `headway init`; `headway train FILE --dry-run --device NAME` plans its memory.", ""]
+    lines = [
+        "# Written by `headway init`. `headway train FILE --dry-run --device NAME` plans this run's memory.",
+        "",
+    ]
     for section, settings in raw.items():
         lines += [f"# {comments[section]}"] if comments.get(section) else []
         lines.append(f"{section}:")
@@ -429,7 +432,7 @@ def _commented(raw: Mapping[str, Any], comments: Mapping[str, str]) -> str:
         width = max(len(line) for line, comment in rows if comment or line) if rows else 0
         lines += [f"{line:<{min(width, 60)}}  # {comment}" if comment else line for line, comment in rows]
         if section == "data" and "eval" not in settings:
-            lines.append("  # eval: held_out.jsonl  # samples that are not trained on; then set eval.every")
+            lines.append("  # eval: held_out.jsonl  # held-out samples (set eval.every too)")
         lines.append("")
     return "\n".join(lines)
 
