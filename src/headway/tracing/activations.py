@@ -35,6 +35,7 @@ from headway.tracing.record import Recorder
 from headway.tracing.repeats import are_alike
 from headway.tracing.results import Results, reached, start_backward, trained_results
 from headway.tracing.stand_ins import recording
+from headway.tracing.unwrap import replaced
 
 # a gather writes what it picks: no elementwise kernel takes it up
 _PICKS = {aten.index, aten.index_select, aten.gather, aten.embedding}
@@ -346,15 +347,9 @@ def _autocast(dtype: torch.dtype | None) -> Iterator[None]:
     def in_float32(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return norm(x.float(), *args, **kwargs)
 
-    replaced = ((moe, "_grouped_mm", grouped, in_dtype), (F, "layer_norm", norm, in_float32))
-    with torch.autocast("cpu", dtype):
-        for module, name, _, stand_in in replaced:
-            setattr(module, name, stand_in)
-        try:
-            yield
-        finally:
-            for module, name, own, _ in replaced:
-                setattr(module, name, own)
+    changes = ((vars(moe), "_grouped_mm", in_dtype), (vars(F), "layer_norm", in_float32))
+    with torch.autocast("cpu", dtype), replaced(changes):
+        yield
 
 
 def _by_block(

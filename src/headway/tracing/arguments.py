@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from headway.errors import TraceError
+from headway.tracing.known_values import tensors
 from headway.tracing.phantom import Phantom
 from headway.tracing.scores import HIDDEN
 from headway.tracing.unwrap import unsharded
@@ -46,14 +47,6 @@ def in_dtype(value: Any, dtype: torch.dtype) -> Any:
     cast = Phantom(value.meta.to(dtype), fed=value.fed)
     cast.constant = None if value.constant is None else value.constant.to(dtype)
     return _leaf(cast, value)
-
-
-def tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Iterate over the tensors among arguments."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    for part in value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ():
-        yield from tensors(part)
 
 
 def phantoms(value: Any) -> Iterator[Phantom]:

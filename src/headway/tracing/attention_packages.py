@@ -82,19 +82,18 @@ def _varlen_attn(
     cu_seq_q: torch.Tensor,
     cu_seq_k: torch.Tensor | None,
     window_size: tuple[int, int] = (-1, -1),
-    is_causal: bool = False,
     seqused_k: torch.Tensor | None = None,
     k_cache: torch.Tensor | None = None,
     return_aux: Any = None,
     **_options: Any,
 ) -> Any:
-    """Stand in for `torch.nn.attention.varlen.varlen_attn`; PyTorch 2.10 has `is_causal`, later ones a window."""
+    """Stand in for `torch.nn.attention.varlen.varlen_attn`."""
     if k_cache is not None:
         raise TraceError(
             f"module {recorder.module or '(the model)'} attends over a cache that its kernel extends, which no "
             "training step does."
         )
-    out = _attend_packed(recorder, (query, key, value), (cu_seq_q, cu_seq_k), window_size, is_causal, seqused_k)
+    out = _attend_packed(recorder, (query, key, value), (cu_seq_q, cu_seq_k), window_size, False, seqused_k)
     return (out, _statistics(out)) if return_aux is not None and return_aux.lse else out
 
 

@@ -253,7 +253,11 @@ def idle_modules(
     for op in operations:
         for _, _, sources in op.products:
             multiplied |= sources
-    layers = {path for path, module in model.named_modules() if _is_layer(module)}
+    layers = {
+        path
+        for path, module in model.named_modules()
+        if is_linear(module) or isinstance(module, nn.modules.conv._ConvNd)
+    }
     for path in layers:
         if (i := number.get(f"{path}.weight")) is not None:
             is_idle[path] = not multiplied >> i & 1
@@ -279,8 +283,9 @@ def idle_modules(
     return idle
 
 
-def _is_layer(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear | nn.modules.conv._ConvNd) or type(module).__name__ == "Conv1D"
+def is_linear(module: nn.Module) -> bool:
+    """Say whether a module is a linear layer; transformers' Conv1D is one."""
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
 
 def wraps_a_layer(module: nn.Module) -> bool:

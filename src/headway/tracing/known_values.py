@@ -95,19 +95,19 @@ def _marked(tensor: torch.Tensor, mark: str = "is_placeholder") -> torch.Tensor:
     return tensor
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Iterate over the tensors among arguments."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, tuple | list):
-        for part in value:
-            yield from _tensors(part)
+    for part in value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ():
+        yield from tensors(part)
 
 
 def pass_on(args: Any, kwargs: dict[str, Any], results: Any) -> None:
     """Mark a function's results, and tensors it wrote to, if an argument was a placeholder; a mark of its own stays."""
     for mark in _MARKS:
-        if any(getattr(t, mark, False) for t in _tensors((*args, *kwargs.values()))):
-            for tensor in _tensors(results if results is not None else args[:1]):
+        if any(getattr(t, mark, False) for t in tensors((*args, *kwargs.values()))):
+            for tensor in tensors(results if results is not None else args[:1]):
                 if getattr(tensor, "constant", tensor) is not None:  # data: a real tensor's, or what a phantom keeps
                     _marked(tensor, mark)
 
@@ -121,7 +121,7 @@ def selects_by_floats(function: Any, args: Any) -> bool:
     if name not in _SELECTING or (name == "where" and len(args) > 1):
         return False
     is_index = name in ("__getitem__", "__setitem__")  # an index may hold integers too: places, not rows to keep
-    masks = [mask for mask in _tensors(args[1:2] if is_index else args) if not is_index or mask.dtype == torch.bool]
+    masks = [mask for mask in tensors(args[1:2] if is_index else args) if not is_index or mask.dtype == torch.bool]
     return any(getattr(mask, mark, False) and mask.numel() for mask in masks for mark in _MARKS)
 
 
@@ -134,7 +134,7 @@ def without_rows(value: Any) -> Any:
 
 def is_empty(results: Any) -> bool:
     """Say whether a result holds no value."""
-    return any(not tensor.numel() for tensor in _tensors(results))
+    return any(not tensor.numel() for tensor in tensors(results))
 
 
 # functions that read numbers, such as lengths, out of an argument, by its place
@@ -149,7 +149,7 @@ def refuse_lengths(function: Any, args: Any, module: str) -> None:
         TraceError: it is one.
     """
     place = _READ_AS_NUMBERS.get(getattr(function, "__name__", ""), len(args))
-    if any(is_placeholder(tensor) and tensor.dtype != torch.bool for tensor in _tensors(args[place : place + 1])):
+    if any(is_placeholder(tensor) and tensor.dtype != torch.bool for tensor in tensors(args[place : place + 1])):
         raise TraceError(
             f"module {module or '(the model)'} reads a number, such as a length, that depends on floats, but floats "
             "have no data in a trace. Give the number as integers or booleans among the inputs."

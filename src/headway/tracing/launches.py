@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headway.tracing.families.recurrences import KERNELS, PACKAGES, written_out
+from headway.tracing.known_values import tensors
 from headway.tracing.operation import READERS
 from headway.tracing.phantom import Phantom, aten
 from headway.tracing.record import Recorder
@@ -118,8 +119,7 @@ class LaunchCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
             if any(number in nodes for nodes in self._nodes):
                 return result
             place = ("backward", self._recorder.module_of(number))
-        tensors = [t for arg in (*args, result) for t in (arg if isinstance(arg, list | tuple) else (arg,))]
-        launches = self._plain if any(isinstance(t, Phantom) for t in tensors) else self._real
+        launches = self._plain if any(isinstance(t, Phantom) for t in tensors((*args, result))) else self._real
         launches[place] += count
         self._products[place] += count if func._overloadpacket in READERS else 0
         return result

@@ -180,11 +180,6 @@ def _product(
     )
 
 
-def _matmul(running: Running, left: torch.Tensor, right: torch.Tensor) -> Operation | None:
-    """Read left [..., m, k] @ right [..., k, n]."""
-    return _rows(running, math.prod(left.shape[:-2]), (*left.shape[-2:], right.shape[-1]), left, right)
-
-
 def _rows(
     running: Running, batch: int, sizes: tuple[int, int, int], left: torch.Tensor, right: torch.Tensor
 ) -> Operation | None:
@@ -230,14 +225,14 @@ def _experts(running: Running, args: tuple[Any, ...], _out: Any) -> Operation:
     return _product(running, "experts", rows.shape[0], unit_flops, a, b, tuple(weight.shape))
 
 
-def _of(left: int, right: int) -> Callable[[Running, tuple[Any, ...], Any], Operation | None]:
-    return lambda running, args, _out: _matmul(running, args[left], args[right])
+def _of(first: int) -> Callable[[Running, tuple[Any, ...], Any], Operation | None]:
+    """Read a product of the arguments at `first` and after it: [..., m, k] @ [..., k, n], or a matrix and a vector."""
 
-
-def _vector(left: int, right: int) -> Callable[[Running, tuple[Any, ...], Any], Operation | None]:
     def read(running: Running, args: tuple[Any, ...], _out: Any) -> Operation | None:
-        matrix, vector = args[left], args[right]
-        return _rows(running, 1, (matrix.numel() // len(vector), len(vector), 1), matrix, vector)
+        left, right = args[first], args[first + 1]
+        if right.dim() == 1:
+            return _rows(running, 1, (left.numel() // len(right), len(right), 1), left, right)
+        return _rows(running, math.prod(left.shape[:-2]), (*left.shape[-2:], right.shape[-1]), left, right)
 
     return read
 
@@ -330,11 +325,11 @@ _MM_V2, _GROUPED_V2 = (  # some versions of PyTorch lack these
 )
 # operations, how their products are read in forward, and how their FLOPs are counted where a backward runs them
 _TABLE: tuple[tuple[tuple[Any, ...], _Read, _Count], ...] = (
-    ((aten.mm, aten.bmm, aten._int_mm, aten._scaled_mm, *_MM_V2), _of(0, 1), _of_product(0)),
-    ((aten.addmm, aten.addmm_, aten._addmm_activation), _of(1, 2), _of_product(1)),
-    ((aten.baddbmm, aten.baddbmm_, aten.addbmm, aten.addbmm_), _of(1, 2), _of_product(1)),
-    ((aten.mv, aten.dot, aten.vdot), _vector(0, 1), _of_product(0)),
-    ((aten.addmv, aten.addmv_), _vector(1, 2), _of_product(1)),
+    ((aten.mm, aten.bmm, aten._int_mm, aten._scaled_mm, *_MM_V2), _of(0), _of_product(0)),
+    ((aten.addmm, aten.addmm_, aten._addmm_activation), _of(1), _of_product(1)),
+    ((aten.baddbmm, aten.baddbmm_, aten.addbmm, aten.addbmm_), _of(1), _of_product(1)),
+    ((aten.mv, aten.dot, aten.vdot), _of(0), _of_product(0)),
+    ((aten.addmv, aten.addmv_), _of(1), _of_product(1)),
     ((aten.addr, aten.addr_), _outer, _of_product(0)),
     ((aten._euclidean_dist, aten._cdist_forward), _distances, _of_product(0)),
     ((aten.convolution,), _convolution, _again),

@@ -9,7 +9,7 @@ a mask has not hidden; and `constant`, the data of one.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -136,9 +136,9 @@ class Recording:
     """
 
     def __init__(self, model: nn.Module, on_dispatch: OnDispatch, on_result: OnResult) -> None:
-        tensors = _tensors(value for module in model.modules() for value in vars(module).values())
-        self._tensors = tensors  # held: an address stays theirs
-        self.listeners = (on_dispatch, on_result, frozenset(map(_storage, tensors)) - {0})
+        own = [*known_values.tensors([vars(module) for module in model.modules()])]
+        self._tensors = own  # held: an address stays theirs
+        self.listeners = (on_dispatch, on_result, frozenset(map(_storage, own)) - {0})
 
     def __enter__(self) -> None:
         self._previous = _listen(*self.listeners)
@@ -200,18 +200,6 @@ def _meta(value: Any) -> Any:
 
 def _meta_device(value: Any) -> Any:
     return torch.device("meta") if isinstance(value, torch.device) else _meta(value)
-
-
-def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
-    tensors: list[torch.Tensor] = []
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            tensors.append(value)
-        elif isinstance(value, tuple | list):
-            tensors += _tensors(value)
-        elif isinstance(value, dict):
-            tensors += _tensors(value.values())
-    return tensors
 
 
 def _index_without_masks(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -283,7 +271,7 @@ def _constant(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
         return filled.expand(out.shape)
     if torch.Tag.nondeterministic_seeded in func.tags or func.namespace != "aten":
         return None
-    if any(isinstance(t, Phantom) and t.constant is None for t in _tensors((*args, *kwargs.values()))):
+    if any(isinstance(t, Phantom) and t.constant is None for t in known_values.tensors((*args, *kwargs.values()))):
         return None
     try:
         real: torch.Tensor = func(
@@ -371,12 +359,12 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     results = _map(wrap, out)
     if forward:
-        known_values.follow(packet, args, [t for t in _tensors((results,)) if isinstance(t, Phantom)])
+        known_values.follow(packet, args, [t for t in known_values.tensors((results,)) if isinstance(t, Phantom)])
     return results
 
 
 def _past(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Phantom], int, bool]:
-    flat = _tensors((*args, *kwargs.values()))
+    flat = [*known_values.tensors((*args, *kwargs.values()))]
     phantoms = [t for t in flat if isinstance(t, Phantom)]
     sources = 0
     if torch._C._current_autograd_node() is None:
@@ -404,7 +392,7 @@ def _mutated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sources: 
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         target = kwargs.get(argument.name) if position >= len(args) else args[position]
-        for tensor in _tensors((target,)):
+        for tensor in known_values.tensors((target,)):
             written.append(tensor)
             if isinstance(tensor, Phantom):
                 _overwritten(func, args, kwargs, tensor, sources, fed)

@@ -19,6 +19,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from headway.errors import TraceError
 from headway.tracing import scores
+from headway.tracing.arguments import phantoms
 from headway.tracing.operation import OPAQUE, READERS, Operation, backward_flops
 from headway.tracing.phantom import PRODUCTS, Phantom, Recording, Stays, aten, elementwise_operands, root
 from headway.tracing.unwrap import lies_within
@@ -99,7 +100,6 @@ class Recorder:
         # past of each node, by the sequence number after its own: its module, whether it depends on the batch, and the
         # parameters that it depends on
         self._node: dict[int, tuple[str, bool, int]] = {}
-        self._mask_pairs: dict[tuple[int, Sequence[int]], tuple[torch.Tensor, tuple[int, int, str]]] = {}
         self._cache: dict[tuple[int, Sequence[int]], tuple[Any, Any]] = {}
         self.failure: tuple[BaseException, str, str] | None = None  # the last error, its module and operation
 
@@ -110,10 +110,10 @@ class Recorder:
 
     def allowed(self, mask: torch.Tensor, rows: Sequence[int], queries: int, keys: int) -> tuple[int, int, str]:
         """Count the pairs that a boolean mask allows, as `count`; layers share a mask, so each is counted once."""
-        shared = (id(mask), (*rows, queries, keys))
-        if shared not in self._mask_pairs:
-            self._mask_pairs[shared] = (mask, self.count(mask, rows, queries, keys))  # held: its id stays its own
-        return self._mask_pairs[shared][1]
+        counts: tuple[int, int, str] = self.cached(
+            mask, (*rows, queries, keys), lambda: self.count(mask, rows, queries, keys)
+        )
+        return counts
 
     def count(self, mask: torch.Tensor, rows: Sequence[int], queries: int, keys: int) -> tuple[int, int, str]:
         """Count the pairs that a boolean mask allows, and name its driver.
@@ -220,7 +220,6 @@ class Recorder:
         if node is not None:
             self._on_backward(node, func, backward_flops(packet, args, out, node))
             return None
-        self._note_node(args)
         self._note(packet, args, out)
 
         # in forward, a product becomes a row of the record; its autograd node is known by its number
@@ -288,23 +287,16 @@ class Recorder:
             )
         operation.count_picked(choice.picks)
 
-    def _note_node(self, args: tuple[Any, ...]) -> None:
-        """Note what an autograd node's operations depend on; those of a custom function share its node."""
-        number = torch._C._autograd._get_sequence_nr()
-        _, fed, sources = self._node.get(number, ("", False, 0))
-        for arg in args:
-            for tensor in arg if isinstance(arg, list | tuple) else (arg,):
-                if isinstance(tensor, Phantom):
-                    fed, sources = fed or tensor.fed, sources | tensor.sources
-        self._node[number] = (self.module, fed, sources)
-
     def _note(self, packet: Any, args: tuple[Any, ...], out: Any) -> None:
-        for arg in args:
-            for tensor in arg if isinstance(arg, list | tuple) else (arg,):
-                if isinstance(tensor, Phantom):
-                    self.parameters_read |= tensor.sources
-                    if not tensor.fed and isinstance(out, torch.Tensor) and not out.numel():
-                        self.met_nothing |= tensor.sources
+        """Note the parameters that an operation reads, what its autograd node depends on, and choices of places."""
+        number = torch._C._autograd._get_sequence_nr()
+        _, fed, sources = self._node.get(number, ("", False, 0))  # operations of a custom function share its node
+        for tensor in phantoms(args):
+            fed, sources = fed or tensor.fed, sources | tensor.sources
+            self.parameters_read |= tensor.sources
+            if not tensor.fed and isinstance(out, torch.Tensor) and not out.numel():
+                self.met_nothing |= tensor.sources
+        self._node[number] = (self.module, fed, sources)
         if len(operands := elementwise_operands(packet, args)) > 1:
             after = max(root(operand).steps for operand in operands)
             first, last = self.chains.get(self.module, (after, after))

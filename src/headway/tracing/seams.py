@@ -27,6 +27,7 @@ from headway.tracing.attention import masked_pairs, of_one_batch, plain_pairs, r
 from headway.tracing.operation import READERS
 from headway.tracing.phantom import Phantom, aten, blank, phantom
 from headway.tracing.record import Recorder
+from headway.tracing.unwrap import replaced
 
 _MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)
 
@@ -168,11 +169,8 @@ class Seams(TorchFunctionMode):
             weights.append(out[..., :1].expand(*out.shape[:-1], key.shape[-2]))
             return out
 
-        real, F.scaled_dot_product_attention = F.scaled_dot_product_attention, attention
-        try:
+        with replaced([(vars(F), "scaled_dot_product_attention", attention)]):
             out, _ = F.multi_head_attention_forward(*call.args, **call.kwargs)
-        finally:
-            F.scaled_dot_product_attention = real
         if not wanted:
             return out, None
         (of_heads,) = weights

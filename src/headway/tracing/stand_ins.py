@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from headway.tracing.families.attention import unpadded_settings
 from headway.tracing.families.recurrences import FUNCTIONS, KERNELS, METHODS, written_out
 from headway.tracing.record import Recorder
 from headway.tracing.seams import Seams
-from headway.tracing.unwrap import plain_checkpoints
+from headway.tracing.unwrap import plain_checkpoints, replaced
 
 
 @contextmanager
@@ -35,7 +35,7 @@ def recording(
             for namespace, name, original in originals
             if around is not None
         ]
-        with _changed(changes):
+        with replaced(changes):
             yield
 
 
@@ -54,15 +54,13 @@ def stand_ins(model: nn.Module, recorder: Recorder) -> Iterator[None]:
     methods = surplus.METHODS | attention.METHODS
     changes += _methods(model, methods, lambda _original, stand_in: partial(stand_in, recorder))
     changes += unpadded_settings(model)
-    with _changed(changes), _refused_triton(recorder):
+    with replaced(changes), _refused_triton(recorder):
         yield
 
 
-@contextmanager
-def watched(model: nn.Module, around: Callable[[Any], Any]) -> Iterator[None]:
+def watched(model: nn.Module, around: Callable[[Any], Any]) -> AbstractContextManager[None]:
     """Put `around(function)` in the place of every function or method of `model` that runs a recurrence."""
-    with _changed([*_recurrences(model, _holders(model), lambda original, _stand_in: around(original))]):
-        yield
+    return replaced([*_recurrences(model, _holders(model), lambda original, _stand_in: around(original))])
 
 
 @contextmanager
@@ -140,19 +138,3 @@ def _globals_that_hold() -> list[dict[str, Any]]:
         else:
             holders.append(namespace)
     return holders
-
-
-@contextmanager
-def _changed(changes: list[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
-    missing = object()
-    before = [(namespace, name, namespace.get(name, missing)) for namespace, name, _ in changes]
-    try:
-        for namespace, name, replacement in changes:
-            namespace[name] = replacement
-        yield
-    finally:
-        for namespace, name, original in reversed(before):
-            if original is missing:
-                del namespace[name]
-            else:
-                namespace[name] = original

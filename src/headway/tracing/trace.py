@@ -349,7 +349,7 @@ def _row(model: nn.Module, op: Operation, fitted: DriverFit, component: str, bey
             needs = ALWAYS if sources & beyond else sources
             gradients.append(Gradient(phase, int(scaled), needs))  # type: ignore[arg-type]  # dgrad or wgrad
     module = model.get_submodule(op.module)
-    linear = op.kind == "matmul" and len(op.weight) == 2 and _is_linear(module)
+    linear = op.kind == "matmul" and len(op.weight) == 2 and classify.is_linear(module)
     return Row(
         op.module,
         "linear" if linear else op.kind,
@@ -362,10 +362,6 @@ def _row(model: nn.Module, op: Operation, fitted: DriverFit, component: str, bey
         (op.weight[0], op.weight[1]) if linear else None,
         int(cached) if (cached := fitted.scale * op.cached).denominator == 1 else 0,
     )
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
 
 def _source(model: Any, parameters: Sequence[str]) -> dict[str, str]:

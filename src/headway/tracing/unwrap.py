@@ -12,7 +12,7 @@ import itertools
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -202,17 +202,26 @@ def _let_go(module: nn.Module, memo: dict[int, Any]) -> None:
 
 
 @contextmanager
-def plain_checkpoints() -> Iterator[None]:
-    """Run functions that a model's own code hands to `torch.utils.checkpoint.checkpoint` plainly, once."""
-    names = {"CheckpointFunction": _Plain, "_checkpoint_without_reentrant_generator": _around_nothing}
-    before = {name: getattr(torch.utils.checkpoint, name) for name in names}
-    for name, stand_in in names.items():
-        setattr(torch.utils.checkpoint, name, stand_in)
+def replaced(changes: Iterable[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
+    """Put other values in the places of some for a while, each given as (namespace, name, value)."""
+    missing, before = object(), list[tuple[dict[str, Any], str, Any]]()
     try:
+        for namespace, name, value in changes:
+            before.append((namespace, name, namespace.get(name, missing)))
+            namespace[name] = value
         yield
     finally:
-        for name, original in before.items():
-            setattr(torch.utils.checkpoint, name, original)
+        for namespace, name, original in reversed(before):
+            if original is missing:
+                del namespace[name]
+            else:
+                namespace[name] = original
+
+
+def plain_checkpoints() -> AbstractContextManager[None]:
+    """Run functions that a model's own code hands to `torch.utils.checkpoint.checkpoint` plainly, once."""
+    stand_ins = {"CheckpointFunction": _Plain, "_checkpoint_without_reentrant_generator": _around_nothing}
+    return replaced((vars(torch.utils.checkpoint), name, stand_in) for name, stand_in in stand_ins.items())
 
 
 class _Plain:

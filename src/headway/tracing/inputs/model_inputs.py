@@ -23,10 +23,11 @@ from headway.count.workload import Workload
 from headway.errors import TraceError
 from headway.plugins import family_hook
 from headway.tracing import build
-from headway.tracing.arguments import as_phantoms, on_device, rebuilt, tensors
+from headway.tracing.arguments import as_phantoms, on_device, rebuilt
 from headway.tracing.inputs import frames, images, lengths
 from headway.tracing.inputs.denoiser import Denoiser
 from headway.tracing.inputs.form import WINDOW_SIDES, InputForm, plain_token
+from headway.tracing.known_values import tensors
 from headway.tracing.phantom import phantom_floats
 
 # the forms in which models take images, sound or sources: a model takes the first that fits each argument; a further
