@@ -379,7 +379,7 @@ def test_a_run_that_goes_on_in_the_middle_of_the_window_records_the_rest_of_it(t
 def test_the_file_of_each_rank_that_shares_a_batch_has_its_share_of_the_work(tmp_path, monkeypatch):
     steps = []
     for rank in (0, 1):
-        monkeypatch.setattr("headway.meter.batch_share._rank_and_size", lambda rank=rank: (rank, 2))
+        monkeypatch.setattr("headway.meter.batch_share.rank_and_size", lambda rank=rank: (rank, 2))
         meter = plain_meter(batch_ranks=2)
         with headway.profile(meter, tmp_path / str(rank), steps=range(1, 2)) as window:
             meter.count(Workload([4], slots=6))

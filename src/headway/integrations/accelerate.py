@@ -90,7 +90,7 @@ class AccelerateMeter(Observer, Meter):
         return super().log()
 
     def _release(self) -> None:
-        self._let_go()
+        self.abandon()
 
     def _log_window(self, window: Window) -> None:
         numbers = logged(window, self._names, self._prefix)

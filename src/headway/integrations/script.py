@@ -30,6 +30,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from headway.errors import HeadwayError
 from headway.log.run_files import METRICS, RUN, write_json
 from headway.meter import Goodput, Meter, Window
+from headway.meter.batch_share import rank_and_size
 from headway.meter.goodput_report import FILE_NAME
 from headway.meter.profile import ProfiledSteps
 from headway.report import format_rate, format_rounded, format_share
@@ -169,10 +170,7 @@ class ScriptMeter(Meter):
 
 
 class _NotedAttribute:
-    """An attribute of torch's iterators over data that tells when it is read or written.
-
-    So no frame of a wrapper is in the tracebacks of data sets.
-    """
+    """An attribute of torch's iterators over data that tells of reads and writes, and leaves no frame in tracebacks."""
 
     def __init__(self, name: str, *, on_read: Callable[[], Any] = bool, on_write: Callable[[], Any] = bool) -> None:
         self._name, self._on_read, self._on_write = name, on_read, on_write
@@ -303,7 +301,7 @@ class ScriptWatch:
         self._begin(trained, others, max(optimizers, key=lambda optimizer: _owned(trained.module, [optimizer])))
 
     def _begin(self, trained: Call, others: Sequence[nn.Module], optimizer: Optimizer) -> None:
-        is_first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+        is_first = rank_and_size()[0] == 0
         if is_first:
             self.folder.mkdir(parents=True, exist_ok=True)
         if is_first and self._goodput is None:
@@ -494,7 +492,7 @@ def _facts(meter: ScriptMeter) -> dict[str, Any]:
         "command": ["headway", "run", *sys.argv],
         "host": socket.gethostname(),
         "device": {"name": peak.name, "kind": str(meter.device), "threads": torch.get_num_threads()},
-        "ranks": torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1,
+        "ranks": rank_and_size()[1],
         "peak": {"flops_per_s": peak.flops_per_s, "dtype": peak.dtype, "kind": peak.kind, "source": peak.source},
         "model": {"class": type(model).__name__, "parameters": sum(p.numel() for p in model.parameters())},
     }

@@ -43,7 +43,7 @@ def batch_share(model: Any, batch_ranks: int | None = None) -> BatchShare:
         UsageError: `batch_ranks` does not divide the number of ranks, or a mesh does not tell tensor from data
             parallelism.
     """
-    rank, size = _rank_and_size()
+    rank, size = rank_and_size()
     if batch_ranks is not None:
         if batch_ranks < 1 or (size > 1 and size % batch_ranks):
             raise UsageError(
@@ -89,7 +89,8 @@ def stage_of(model: Any, ledger: CostModel) -> CostModel | None:
     return ledger.stage(modules) if is_part and run - modules and run & modules else None
 
 
-def _rank_and_size() -> tuple[int, int]:
+def rank_and_size() -> tuple[int, int]:
+    """Rank of this process, and number of processes of the run."""
     distributed = sys.modules.get("torch.distributed")  # there is one rank unless this is imported
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return 0, 1

@@ -2,7 +2,6 @@
 
 import atexit
 import math
-import sys
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -14,7 +13,7 @@ from headway.devices import Peak
 from headway.errors import RankLostError, UsageError
 from headway.log.sink import Sink
 from headway.log.sinks import Sinks
-from headway.meter.batch_share import BatchShare, batch_share, stage_of
+from headway.meter.batch_share import BatchShare, batch_share, rank_and_size, stage_of
 from headway.meter.clock import ForwardTimer
 from headway.meter.environment import (
     bandwidth_of,
@@ -44,10 +43,10 @@ class HostAllGather:
     def __init__(self, timeout_s: float = 60.0) -> None:
         self._timeout = timedelta(seconds=timeout_s)
         self._group: Any = None
-        self.rank, self.size = 0, 1
-        dist = sys.modules.get("torch.distributed")  # this process is alone unless this is imported
-        if dist is not None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.rank, self.size = rank_and_size()
+        if self.size > 1:
+            import torch.distributed as dist
+
             self._group = dist.new_group(backend="gloo", timeout=self._timeout)
             atexit.register(self.close)
 
@@ -346,12 +345,13 @@ class Meter(StepMeter):
             self._on_window(window)
         return window
 
-    def _let_go(self) -> None:
+    def abandon(self) -> None:
+        """Close the sinks of records and the group of ranks too."""
         if self._sinks is not None:
             self._sinks.close()
         if self._ranks is not None:
             self._ranks.close()
-        super()._let_go()
+        super().abandon()
 
     def _warn(self, window: Window | None) -> None:
         """Warn of impossible numbers, once; a loop that merges its steps has shown each of them."""

@@ -13,6 +13,7 @@ from headway.errors import UsageError
 from headway.log.boundary import ErrorBoundary
 from headway.meter import clock
 from headway.meter.annotations import Annotations
+from headway.meter.batch_share import rank_and_size
 from headway.meter.pending import PendingStep
 from headway.meter.step_clock import LoopWatcher, StepTime
 from headway.meter.step_meter import StepMeter
@@ -27,15 +28,7 @@ _FEWEST = 3  # steps before the window whose phases are known; one alone may be 
 _COMPARED = 10  # steps before the window that its steps' times are compared with
 
 
-def profile(
-    meter: StepMeter | None,
-    folder: str | Path,
-    *,
-    steps: range,
-    ranks: Collection[int] = (0,),
-    model: "nn.Module | None" = None,
-    report: Callable[[str], None] = print,
-) -> "ProfiledSteps":
+class ProfiledSteps(LoopWatcher):
     """Profile some steps of a loop while entered, with `torch.profiler`.
 
     Each chosen rank writes `FOLDER/steps-000020-000022-rank-0.json.gz`: open it in https://ui.perfetto.dev. Its
@@ -43,7 +36,8 @@ def profile(
     and the modules by path (`module:model.layers.3.mlp`); its key `headway` says what each step was asked to compute
     and what that costs by component. What the profiler adds to a step is measured against the steps before, told once
     and kept in the file.
-    Outside of the window nothing is installed; starting the profiler and writing the file are no step's time.
+    Outside of the window nothing is installed; starting the profiler and writing the file are no step's time. A profile
+    that fails is missing, with a warning, and the loop goes on.
 
     Args:
         meter: of the loop; None for the one that starts next in this process, as those of the integrations do.
@@ -53,22 +47,14 @@ def profile(
         model: whose modules are named; the meter's when None.
         report: is given the line about the profile.
 
+    Attributes:
+        path: of the file that was written; None before, or where there is none.
+
     Raises:
         UsageError: no steps, ranks that do not exist, or a folder that cannot be made.
 
     >>> with headway.profile(meter, "profile", steps=range(20, 23)):   # doctest: +SKIP
     ...     train()
-    """
-    return ProfiledSteps(meter, folder, steps=steps, ranks=ranks, model=model, report=report)
-
-
-class ProfiledSteps(LoopWatcher):
-    """A window of profiled steps; see `profile` for the arguments.
-
-    A profile that fails is missing, with a warning, and the loop goes on.
-
-    Attributes:
-        path: of the file that was written; None before, or where there is none.
     """
 
     product = "The profile"
@@ -124,11 +110,8 @@ class ProfiledSteps(LoopWatcher):
 
     def start(self, meter: StepMeter) -> None:
         """Note which rank this is, and begin to record if the window begins with the first step."""
-        import torch.distributed as dist
-
         self._meter = meter
-        if dist.is_available() and dist.is_initialized():
-            self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self._rank, self._world_size = rank_and_size()
         if max(self._ranks) >= self._world_size:
             raise UsageError(
                 f"rank {max(self._ranks)} is to be profiled, and there are {self._world_size} processes, ranks 0 to "
@@ -308,6 +291,10 @@ class ProfiledSteps(LoopWatcher):
             LoopWatcher.waiting.remove(self)
         if self._meter is not None and self in self._meter.watchers:
             self._meter.watchers.remove(self)
+
+
+profile = ProfiledSteps
+"""The same, by the name that a loop calls it: `with headway.profile(...)`."""
 
 
 def _durations(times: Sequence[StepTime]) -> list[float]:

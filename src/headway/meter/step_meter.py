@@ -13,7 +13,7 @@ from headway.devices import Peak
 from headway.errors import HeadwayError, UsageError
 from headway.log.records import ratio
 from headway.meter import pauses
-from headway.meter.batch_share import BatchShare
+from headway.meter.batch_share import BatchShare, rank_and_size
 from headway.meter.batches import input_gradients_of, read_or_copy
 from headway.meter.environment import in_components_of, largest_memory, ledger_of, recompute_of
 from headway.meter.hooks import CallStack
@@ -109,7 +109,7 @@ class StepMeter(StepClock, ABC):
             with self.boundary.guard("The wrappers around this loop's model"):
                 for wrapper in data_parallel_around(self.model):
                     self._phases.listen_to(wrapper)
-        if self._phases is not None and self._is_first:
+        if self._phases is not None and rank_and_size()[0] == 0:
             with self.boundary.guard(pauses.PRODUCT):
                 self._places = pauses.PlaceSampler(self._phases, self.boundary)
         for watcher in tuple(self.watchers):
@@ -235,13 +235,6 @@ class StepMeter(StepClock, ABC):
             return
         text = str(error) if isinstance(error, HeadwayError) else f"{type(error).__name__}: {error}"
         warnings.warn(f"this loop goes on without MFU: {text}", RuntimeWarning, stacklevel=3)
-
-    @property
-    def _is_first(self) -> bool:
-        """True if this rank writes the records."""
-        import torch.distributed as dist
-
-        return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
 
     def _of_loop(self, window: Window) -> Window:
         """Add this rank's facts of its loop to a window."""
@@ -447,7 +440,7 @@ class StepMeter(StepClock, ABC):
         self._finish()
         self._tell_watchers("stop")
         self.log()
-        self._let_go()
+        self.abandon()
         run = self._tally.run(self._step, self._pending.extra)
         if not run.num_steps and self.failure is None:
             warnings.warn(
@@ -471,9 +464,6 @@ class StepMeter(StepClock, ABC):
 
     def abandon(self) -> None:
         """Let go of the model, files and other ranks without summing up, as after an error."""
-        self._let_go()
-
-    def _let_go(self) -> None:
         if self._places is not None:
             self._places.close()
         if self._forwards is not None:

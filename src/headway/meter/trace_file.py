@@ -4,7 +4,6 @@ import gzip
 import hashlib
 import json
 import math
-import os
 import platform
 import shutil
 import sys
@@ -21,7 +20,7 @@ from headway.count.step_facts import components_of, flops_on_padding
 from headway.count.step_facts import step_facts as what_it_computed
 from headway.meter.batches import workload_of
 from headway.meter.energy import clocks_of
-from headway.meter.environment import largest_memory
+from headway.meter.environment import largest_memory, memory_of
 from headway.meter.pending import PendingStep
 from headway.meter.step_meter import StepMeter
 from headway.version import __version__
@@ -140,16 +139,8 @@ def write_trace(profiler: Any, path: Path, facts: Mapping[str, Any]) -> None:
 
 def _memory(device: Any) -> dict[str, int] | None:
     """Say how much memory the device has, or the host of a CPU, and the most that this process held so far [bytes]."""
-    if device is not None and device.type == "cuda":
-        import torch
-
-        total = torch.cuda.get_device_properties(device).total_memory
-    else:
-        try:
-            total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        except (AttributeError, ValueError, OSError):  # Windows and others have no such names
-            return None
-    return {"peak_bytes": largest_memory(device), "total_bytes": total}
+    total = memory_of(device)
+    return {"peak_bytes": largest_memory(device), "total_bytes": total} if total else None
 
 
 def _finite_or_none(value: float) -> float | None:

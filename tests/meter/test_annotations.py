@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from headway.meter.profiler_cost import ProfilerCost
+from headway.meter.annotations import ProfilerCost
 
 
 def test_what_comes_on_top_of_a_modules_call_is_its_cost():
