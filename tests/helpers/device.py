@@ -113,6 +113,7 @@ class Device:
         """Stand where the host's clock and CUDA's events are; `mark` makes other marks than the device's own."""
         with (
             patch("headway.meter.clock.now_ns", self.now_ns),
+            patch("headway.meter.clock.now_s", self.now_s),
             patch("headway.meter.clock.Mark", self.mark if mark is None else lambda *_: mark(self)),
         ):
             yield self

@@ -223,10 +223,13 @@ def _is_full(mask: Any, shape: tuple[int, int]) -> bool:
     if tuple(mask.shape) != shape or getattr(getattr(mask, "device", None), "type", "cpu") != "cpu":
         return False
     values = _on_host(mask)
-    if values.dtype.kind not in "iub" or not values.size:
-        return False
-    # padding stands at an end of its row, so that two columns answer for most padded batches
-    return bool(values[:, -1].all() and values[:, 0].all() and (values == 1).all())
+    return values.dtype.kind in "iub" and values.size > 0 and values.tobytes() == _ones(values.dtype.str, values.size)
+
+
+@functools.lru_cache(maxsize=8)
+def _ones(dtype: str, size: int) -> bytes:
+    """Make the bytes of so many ones, which a mask is compared with in a fraction of a reduction's time."""
+    return np.ones(size, dtype).tobytes()
 
 
 @functools.lru_cache(maxsize=256)

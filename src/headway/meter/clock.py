@@ -19,14 +19,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def now_ns() -> int:
-    """Read the host's monotonic clock [ns]."""
-    return time.monotonic_ns()
-
-
-def now_s() -> float:
-    """Read the host's monotonic clock [s]."""
-    return now_ns() / 1e9
+now_ns, now_s = time.monotonic_ns, time.monotonic
+"""The host's monotonic clock [ns] and [s]."""
 
 
 class Mark:

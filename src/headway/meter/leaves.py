@@ -226,6 +226,7 @@ class WatchedForward:
         leaves: its parameters.
         phase: the phase in which it runs.
         has_gradients: whether gradients are on.
+        is_again: whether a backward runs it once more.
     """
 
     # Most forwards keep these, and a class makes them at no cost.
@@ -245,11 +246,12 @@ class WatchedForward:
     reached: int | None = None  # bits of the parameters that backwards gave a gradient; None before any came
     answered: frozenset[Any] = frozenset()  # names or places among `inputs` that backwards gave a gradient
 
-    def __init__(self, module: nn.Module, leaves: Leaves, phase: NamedPhase | None, *, has_gradients: bool) -> None:
+    def __init__(
+        self, module: nn.Module, leaves: Leaves, phase: NamedPhase | None, *, has_gradients: bool, is_again: bool
+    ) -> None:
         self.module, self.leaves = weakref.ref(module), leaves
-        self.phase, self.has_gradients = phase, has_gradients
+        self.phase, self.has_gradients, self.is_again = phase, has_gradients, is_again
         self.exception = sys.exception()  # the exception that is handled around it
-        self.is_again = torch._C._current_autograd_node() is not None  # a backward runs it once more
         self.nodes_before = torch._C._autograd._get_sequence_nr()  # nodes that this thread has made in graphs
 
     @property

@@ -137,6 +137,7 @@ class PendingSteps:
         self._added_up: dict[int, Sums] = {}  # by the step's number
         self._work: defaultdict[Billing, list[Workload | Generation]] = defaultdict(list)
         self._sums = Sums()
+        self._totals: defaultdict[str, int] = defaultdict(int)  # the same of whole steps, by quantity
 
     def add_up(self) -> None:
         """Add up the steps that the device has passed, if there are many: a log that takes them may never come."""
@@ -184,8 +185,7 @@ class PendingSteps:
             self._sums = self._counted()
 
     def _take_in(self, step: PendingStep, *, counted: bool) -> None:
-        sums = self._sums
-        time = step.time
+        sums, totals, time = self._sums, self._totals, step.time
         # a step lasts from the end of the one before, time away taken out
         wall_ns = max(0, round((time.end.seconds_since(self._last_end) - time.away_s) * NS))
         wait_ns = round(sum([wait.seconds for wait in time.waits]) * NS)
@@ -197,32 +197,32 @@ class PendingSteps:
         self.extra = dict(step.extra)
         for bucket, away_s in time.away_for_s.items():
             if bucket in AWAY_FOR:
-                sums[WHOLE, f"{bucket}_ns"] += round(away_s * NS)
+                totals[f"{bucket}_ns"] += round(away_s * NS)
         if not counted:
-            sums[WHOLE, "num_left_out"] += 1
-            sums[WHOLE, "left_out_ns"] += wall_ns
+            totals["num_left_out"] += 1
+            totals["left_out_ns"] += wall_ns
             return
         # batches whose tokens another rank counts are empty here
         scored: dict[str, Counter[int]] = defaultdict(Counter)  # tokens of frozen models, by phase and model
         for batch, billed in step.batches:
             work = batch if isinstance(batch, Workload) and not billed.elsewhere else self._work_of(batch, billed)
             self._work[billed].append(work)
-            sums[WHOLE, "num_batches"] += billed.trains and billed.counts_tokens
+            totals["num_batches"] += billed.trains and billed.counts_tokens
             if billed.model and billed.forward_only and isinstance(work, Workload):
                 scored[billed.phase][billed.model] += work.tokens
-        sums[WHOLE, "wall_ns"] += wall_ns
-        sums[WHOLE, "data_wait_ns"] += min(wait_ns, wall_ns)
-        sums[WHOLE, "away_ns"] += round(time.away_s * NS)
+        totals["wall_ns"] += wall_ns
+        totals["data_wait_ns"] += min(wait_ns, wall_ns)
+        totals["away_ns"] += round(time.away_s * NS)
         # busy: inside of forwards and backwards, without waits for data in them
         busy_s = sum([span.seconds - sum([wait.seconds for wait in waits]) for span, waits in step.forwards])
-        sums[WHOLE, "busy_ns"] += round(busy_s * NS)
-        sums[WHOLE, "collection_ns"] += round(time.collection_s * NS)
-        sums[WHOLE, "num_profiled"] += step.profiled
+        totals["busy_ns"] += round(busy_s * NS)
+        totals["collection_ns"] += round(time.collection_s * NS)
+        totals["num_profiled"] += step.profiled
         self._take_phases(step, wall_ns)
         for phase, tokens in scored.items():
             sums[phase, "scored_tokens"] += max(tokens.values())
-        sums[WHOLE, "num_steps"] += 1
-        sums[WHOLE, "num_skipped"] += step.skipped
+        totals["num_steps"] += 1
+        totals["num_skipped"] += step.skipped
         self._updates[0] += 1
         self._updates[1] += step.skipped
 
@@ -272,6 +272,8 @@ class PendingSteps:
     def _counted(self) -> Sums:
         """Count the work that waits, and give the sums so far; new ones begin."""
         sums, self._sums = self._sums, Sums()
+        sums.update({(WHOLE, name): number for name, number in self._totals.items()})
+        self._totals.clear()
         for billed, work in self._work.items():
             workloads = [item.workload if isinstance(item, Generation) else item for item in work]
             workload = Workload.total(workloads)

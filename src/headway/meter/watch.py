@@ -223,12 +223,13 @@ class ForwardWatch:
         # A hook that runs within compiled code means that its graph is broken here.
         self.is_lost = self.is_lost and not self._hooks.is_within_compiled()
         meter.follow(leaves)
-        return WatchedForward(target, leaves, phase, has_gradients=has_gradients)
+        return WatchedForward(target, leaves, phase, has_gradients=has_gradients, is_again=is_again)
 
     def _leaves_of(self, module: Any) -> Leaves:
-        if module not in self._leaves:
-            self._leaves[module] = Leaves(module)
-        return self._leaves[module]
+        leaves = self._leaves.get(module)
+        if leaves is None:
+            leaves = self._leaves[module] = Leaves(module)
+        return leaves
 
     def end(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], results: Any) -> None:
         """Note that a watched module has run, or failed: then it is not counted."""
