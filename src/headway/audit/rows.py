@@ -40,10 +40,6 @@ class Interval:
         """The number halfway."""
         return (self.low + self.high) / 2
 
-    def meets(self, other: "Interval") -> bool:
-        """Tell whether some number lies in both."""
-        return self.low <= other.high and other.low <= self.high
-
     def widened(self, share: float) -> "Interval":
         """The interval with a relative margin on both sides."""
         return Interval(self.low * (1 - share), self.high * (1 + share))

@@ -161,39 +161,6 @@ class CostModel:
             table = self._tables[by, recompute, forward_only] = self._coefficients(by, recompute, forward_only)
         return _times(table, units)
 
-    def count_stages(
-        self, workload: Workload, starts: Sequence[str], *, recompute: str = "none", forward_only: bool = False
-    ) -> list[FlopCount]:
-        """Count each pipeline stage's share of a step; the shares add up to `count`.
-
-        Args:
-            workload: what the step computes.
-            starts: the module with which each stage but the first begins, in the order of forward, such as
-                `model.layers.18`. What runs before the first start (vision towers, embeddings) is the first stage's.
-            recompute: as for `count`.
-            forward_only: as for `count`.
-
-        Raises:
-            WorkloadError: as for `count`.
-            UsageError: a start runs nothing that counts, or runs before the one that it follows.
-        """
-        units = self._units(workload, forward_only)
-        cuts = [0]
-        for start in starts:
-            cut = next((i for i, row in enumerate(self.rows) if f"{row.module}.".startswith(f"{start}.")), -1)
-            if cut <= cuts[-1]:
-                reason = "runs nothing that counts" if cut < 0 else "leaves the stage before it empty"
-                raise UsageError(
-                    f"A stage cannot start with {start!r}, which {reason} in {self.name}. Name modules in the order of "
-                    f"forward, such as {self.rows[-1].module!r}."
-                )
-            cuts.append(cut)
-        ends = [*cuts[1:], len(self.rows)]
-        return [
-            _times(self._coefficients("component", recompute, forward_only, first, end), units)
-            for first, end in zip(cuts, ends, strict=True)
-        ]
-
     def _units(self, workload: Workload, forward_only: bool) -> dict[str, int]:
         if len(workload.past) and not forward_only:
             raise WorkloadError(
@@ -258,12 +225,10 @@ class CostModel:
                 f"[tokens or feature frames] for each of the {workload.num_segments} segments."
             )
 
-    def _coefficients(
-        self, by: By, recompute: str, forward_only: bool, first: int = 0, end: int | None = None
-    ) -> _Coefficients:
+    def _coefficients(self, by: By, recompute: str, forward_only: bool) -> _Coefficients:
         again = run_again(self.rows, self.trained, recompute, self.name) if not forward_only else set()
         sums: dict[tuple[str, str, str], list[int]] = {}
-        for i, row in enumerate(self.rows[first:end], first):
+        for i, row in enumerate(self.rows):
             if by == "component":
                 name = row.component
             else:
@@ -275,7 +240,7 @@ class CostModel:
                     entry[1 if gradient.phase == "dgrad" else 2] += gradient.flops
             if i in again:
                 entry[3] += row.forward
-        return [(*key, *entry) for key, entry in sums.items()]  # type: ignore[misc]  # three names, four numbers
+        return [(*key, *entry) for key, entry in sums.items() if any(entry)]  # type: ignore[misc]  # names and numbers
 
     @cached_property
     def head_flops(self) -> int:
@@ -285,12 +250,16 @@ class CostModel:
         return sum(row.forward for row in head) + gradients
 
     def stage(self, modules: Collection[str]) -> "CostModel":
-        """Return what some modules of this model run, such as those of one stage of a pipeline.
+        """Return this model with the costs of some modules alone, such as those of one stage of a pipeline.
+
+        A stage counts the workload of the whole model, so its other rows stay and cost nothing: they tell which towers
+        the workload may be for.
 
         Args:
             modules: their dotted paths, those of the modules within them included.
         """
-        return replace(self, rows=tuple(row for row in self.rows if row.module in modules))
+        rows = (r if r.module in modules else replace(r, forward=0, gradients=(), cached=0) for r in self.rows)
+        return replace(self, rows=tuple(rows))
 
     def freeze(self, patterns: Iterable[str]) -> "CostModel":
         """Return this model with the parameters that match frozen.
