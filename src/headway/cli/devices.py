@@ -2,8 +2,9 @@
 
 import sys
 import textwrap
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from datetime import date
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 
 _TEXT_WIDTH = 100
+_ENTRIES = {"title": "name", "origin": "from"}  # fields that are named otherwise in JSON
+_LEFT_OUT = ("product_shares", "attention_shares", "rates_source")
 _DTYPE_COLUMNS = ("bf16", "fp8", "fp4", "tf32", "fp32", "int8")
 
 
@@ -98,32 +101,13 @@ def _show(name: str, dtype: str | None, as_json: bool) -> None:
 
 
 def _record(device: "Device") -> dict[str, Any]:
-    return {
-        "key": device.key,
-        "name": device.title,
-        "names": list(device.names),
-        "aliases": list(device.aliases),
-        "peak_flops_per_s": dict(device.peak_flops_per_s),
-        "fp16_accumulate_flops_per_s": dict(device.fp16_accumulate_flops_per_s),
-        "num_sms": device.num_sms,
-        "memory_bytes": device.memory_bytes,
-        "driver_memory_bytes": device.driver_memory_bytes,
-        "driver_source": device.driver_source,
-        "driver_read_on": None if device.driver_read_on is None else device.driver_read_on.isoformat(),
-        "memory_bytes_per_s": device.memory_bytes_per_s,
-        "board_power_w": device.board_power_w,
-        "link_bytes_per_s": device.link_bytes_per_s,
-        "network_bytes_per_s": device.network_bytes_per_s,
-        "devices_per_node": device.devices_per_node,
-        "link_source": device.link_source,
-        "link_read_on": None if device.link_read_on is None else device.link_read_on.isoformat(),
-        "assumed_links": device.assumed_links,
-        "host_bytes_per_s": device.host_bytes_per_s,
-        "source": device.source,
-        "read_on": device.read_on.isoformat(),
-        "disagreements": list(device.disagreements),
-        "from": device.origin,
-    }
+    # A field is an entry, dates as text; shares of rates, which plans read, are left out.
+    entries: dict[str, Any] = {}
+    for field in fields(device):
+        value = getattr(device, field.name)
+        value = dict(value) if isinstance(value, Mapping) else list(value) if isinstance(value, tuple) else value
+        entries[_ENTRIES.get(field.name, field.name)] = value.isoformat() if isinstance(value, date) else value
+    return {name: value for name, value in entries.items() if name not in _LEFT_OUT}
 
 
 def _text_of_all(shown: "list[Device]", dtypes: "Sequence[str]") -> str:

@@ -1,20 +1,149 @@
-"""`headway report`: a run, or two side by side, as one HTML page that needs nothing else, as Markdown, or live."""
+"""`headway report`: a run, or two side by side, as one HTML page that needs nothing else, as Markdown, or live.
 
+`headway report STORED NEW --fail-if "mfu<-5%"` is a gate for CI: it fails where the new run is worse, with the cause.
+"""
+
+import re
 import webbrowser
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headway.cli.output import say
-from headway.errors import ConfigError, UsageError
+from headway.cli.output import say, warn
+from headway.errors import ConfigError, HeadwayError, UsageError
 from headway.files import write_output
 from headway.log.run_files import run_copy
 from headway.log.working import working
+from headway.report import format_bytes, format_count, format_duration, format_share
 from headway.stores import shown, url_of
 
 if TYPE_CHECKING:
     from headway.pages.run import ReportedRun
+
+
+_CONDITION = re.compile(r"\s*([a-z/]+)\s*([<>])\s*([+-]?\d+(?:\.\d+)?)\s*%\s*")
+_EXAMPLES = '"mfu<-5%", "tokens/s<-5%", "step>5%" or "memory>10%"'
+_PER_STEP = {"mfu": -1, "tokens/s": -1, "step": 1}  # metrics that a step's time decides, with its power in them
+METRICS = (*_PER_STEP, "memory")
+
+
+class GateError(HeadwayError):
+    """A run is worse than the stored one by more than its gate allows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """A change of the second run against the first one at which the command fails.
+
+    Attributes:
+        text: as it was typed.
+        metric: one of `METRICS`.
+        bound: share of the first run's value; below 0 for a fall by more than that.
+    """
+
+    text: str
+    metric: str
+    bound: float
+
+    def holds(self, change: float) -> bool:
+        """True if a change lies beyond the bound."""
+        return change < self.bound if self.bound < 0 else change > self.bound
+
+
+def parse_condition(text: str) -> Condition:
+    """Read METRIC<-N% or METRIC>N%.
+
+    Raises:
+        UsageError: it is neither.
+
+    >>> parse_condition("mfu<-5%")
+    Condition(text='mfu<-5%', metric='mfu', bound=-0.05)
+    """
+    match = _CONDITION.fullmatch(text)
+    if match is None or match[1] not in METRICS:
+        raise UsageError(
+            f"--fail-if {text[:80]!r} is not a condition. Write a metric ({', '.join(METRICS)}) and its change against "
+            f"the first run, such as {_EXAMPLES}."
+        )
+    bound = float(match[3]) / 100
+    if (bound < 0) != (match[2] == "<") or bound == 0:
+        raise UsageError(
+            f"--fail-if {text[:80]!r} would hold for two equal runs. Write a fall with < and a number below 0, and a "
+            f"rise with > and a number above 0, such as {_EXAMPLES}."
+        )
+    return Condition(text.strip(), match[1], bound)
+
+
+def check(conditions: Sequence[Condition], stored: "ReportedRun", new: "ReportedRun") -> None:
+    """Hold a run against a stored one, and print what each condition found on stderr.
+
+    A change that a step's time decides counts only where the 95 % interval, from how the steps of each run vary, leaves
+    no doubt of its sign.
+
+    Raises:
+        GateError: a condition holds; the message has the lines of the step that got longer.
+        UsageError: one of the runs does not tell the metric.
+    """
+    from headway.explain.comparison import compare, differences
+    from headway.pages.comparison import step_interval
+    from headway.pages.folder import names_of_runs
+
+    interval = step_interval(stored, new)
+    if interval is None:
+        warn("there are too few steps to tell how they vary, so --fail-if uses only the mean step.")
+    broken = []
+    for condition in conditions:
+        before, after = (_value(condition, run) for run in (stored, new))
+        change = after / before - 1
+        low, high = change, change
+        if interval is not None and (power := _PER_STEP.get(condition.metric)):
+            # the work of a step changes a metric beside its time, and does not vary by itself
+            own = (1 + change) / (new.mean.duration_ns / stored.mean.duration_ns) ** power
+            low, high = sorted(own * (1 + bound) ** power - 1 for bound in interval)
+        sure = high < 0 if condition.bound < 0 else low > 0
+        comparison = (
+            f"{condition.metric} {_shown(condition, before)} -> {_shown(condition, after)} ({100 * change:+.1f} %"
+        )
+        comparison += f", 95 % interval {100 * low:+.1f} to {100 * high:+.1f} %)" if low < high else ")"
+        is_beyond = condition.holds(change)
+        doubt = ", which is within how the steps vary" if is_beyond and not sure else ""
+        say(f"--fail-if {condition.text}: {comparison}{doubt}", on_stderr=True)
+        if is_beyond and sure:
+            broken.append(comparison)
+    if broken:
+        a, b = names_of_runs([stored.path, new.path])
+        causes = differences(compare((a, stored.explanation), (b, new.explanation)))
+        raise GateError(f"{b} (B) is worse than {a} (A): {'; '.join(broken)}. {' '.join(causes)}")
+
+
+def _value(condition: Condition, run: "ReportedRun") -> float:
+    """The metric of a run, above 0."""
+    step_s = run.mean.duration_ns / 1e9
+    value: float | None
+    if condition.metric == "step":
+        value = step_s
+    elif condition.metric == "mfu":
+        value = run.mean.mfu
+    elif condition.metric == "memory":
+        value = max((record.get("peak_memory_bytes") or 0 for record in run.records), default=0)
+    else:
+        steps = sum(record.get("num_steps") or 1 for record in run.records)
+        value = sum(record.get("tokens") or 0 for record in run.records) / max(1, steps) / step_s
+    if not value:
+        raise UsageError(f"--fail-if {condition.text}: the records of {run.name} do not tell {condition.metric}.")
+    return value
+
+
+def _shown(condition: Condition, value: float) -> str:
+    if condition.metric == "mfu":
+        return format_share(value)
+    if condition.metric == "memory":
+        return format_bytes(value)
+    return format_duration(value) if condition.metric == "step" else format_count(round(value))
+
 
 MOST = 2
 
@@ -58,7 +187,6 @@ def report(
 
     Example: headway report runs/digits/run -o report.html
     """
-    from headway.cli.gate import check, parse_condition
     from headway.cli.report_serve import serve
     from headway.pages.folder import names_of_runs
     from headway.pages.page import judged_page, page_of
