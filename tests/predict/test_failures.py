@@ -17,21 +17,13 @@ def simulated(interval_s, reliability, mtbf_s, work_s, seed=0):
     """
     draw = random.Random(seed)
     fails_at, now = draw.expovariate(1 / mtbf_s), 0.0
-    safe = done = 0.0  # training that a whole checkpoint holds, and that is done
-    whole_at: list[tuple[float, float]] = []  # when checkpoints will be whole, and what they hold
+    safe = 0.0  # training that a checkpoint holds
     while safe < work_s:
-        train_until = now + interval_s
-        saved_at = train_until + reliability.save_s
+        saved_at = now + interval_s + reliability.save_s
         if fails_at >= saved_at:
-            done, now = done + interval_s, saved_at
-            whole_at.append((saved_at + reliability.lag_s, done))
-        else:
-            now = fails_at
-        while whole_at and whole_at[0][0] <= now:
-            safe = whole_at.pop(0)[1]
-        if now < fails_at:
+            safe, now = safe + interval_s, saved_at
             continue
-        whole_at, done = [], safe
+        now = fails_at
         while True:  # starting again fails too
             fails_at = now + draw.expovariate(1 / mtbf_s)
             if fails_at >= now + reliability.restart_s:
@@ -48,7 +40,6 @@ def simulated(interval_s, reliability, mtbf_s, work_s, seed=0):
         (3 * HOUR, Reliability(1, MINUTE, 5 * MINUTE)),
         (30 * MINUTE, Reliability(1, MINUTE, 5 * MINUTE)),
         (15 * MINUTE, Reliability(1, 5 * MINUTE, 10 * MINUTE)),  # most of the time is lost
-        (3 * HOUR, Reliability(1, 2.0, 5 * MINUTE, lag_s=MINUTE)),  # written while training goes on
     ],
 )
 def test_goodput_is_that_of_a_simulation(mtbf_s, reliability):
@@ -92,9 +83,7 @@ def test_a_job_that_never_lives_long_enough_makes_no_progress():
     assert goodput(HOUR, Reliability(1, MINUTE, MINUTE), mtbf_s=1.0) == 0
 
 
-@pytest.mark.parametrize(
-    "numbers", [{"mtbf_s": 0.0}, {"mtbf_s": -1.0}, {"save_s": 0.0}, {"restart_s": -1.0}, {"lag_s": -1.0}]
-)
+@pytest.mark.parametrize("numbers", [{"mtbf_s": 0.0}, {"mtbf_s": -1.0}, {"save_s": 0.0}, {"restart_s": -1.0}])
 def test_times_that_are_none_are_refused(numbers):
     with pytest.raises(PlanError, match=next(iter(numbers))):
         Reliability(**{"mtbf_s": HOUR, "save_s": 1.0, "restart_s": 1.0, **numbers})

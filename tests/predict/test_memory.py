@@ -116,9 +116,10 @@ def test_processes_that_share_a_pack_hold_a_share_of_its_activations():
 
 def test_offloading_moves_what_is_held_to_the_host():
     on, off = (qwen(sharing=Sharing(shards=8, gathers=True, offload=o)) for o in (False, True))
-    assert off.always == off.gradients == 0
-    assert off.host == on.always + on.gradients
-    assert on.peak - off.peak >= on.always
+    always = on.weights + on.base + on.optimizer + on.average
+    assert off.weights == off.base == off.optimizer == off.average == off.gradients == 0
+    assert off.host == always + on.gradients
+    assert on.peak - off.peak >= always
 
 
 def test_whole_gradients_wait_only_where_they_are_summed_once_a_step():

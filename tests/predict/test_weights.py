@@ -7,7 +7,7 @@ import torch
 
 from fake_cuda.moments import small_config, traced
 from headway.count import load_cost_model
-from headway.predict.weights import Holding, padding_of, rows_of, sliced, spread_over, weights_by_unit
+from headway.predict.weights import Holding, Unit, padding_of, rows_of, sliced, spread_over, units_of
 from headway.tracing.build import model_on_shapes
 
 WIDTH, INTER, EXPERTS = 256, 256, 8  # of the little model of experts
@@ -61,23 +61,23 @@ def test_the_share_that_is_filled_up_is_told():
 
 def test_gradients_as_they_come_are_not_filled_up():
     cost_model, saved = traced("little experts")
-    found = weights_by_unit(cost_model, saved["bfloat16"], Holding(4, 2, gathers=True, shards=32))
-    _, _, learns, padded = found["model.layers.0", False]
+    found = units_of(cost_model, saved["bfloat16"], Holding(4, 2, gathers=True, shards=32))
+    unit = found["model.layers.0", False]
     own = sum(one.numel for one in cost_model.parameters if one.name.startswith("model.layers.0."))
-    assert learns == own
-    assert padded == own + 24 * EACH + 24 * WIDTH  # the router has a row for each expert too
+    assert unit.arriving == 2 * own
+    assert unit.summing == 4 * (own + 24 * EACH + 24 * WIDTH)  # the router has a row for each expert too
 
 
 def test_spread_experts_are_a_unit_of_their_own():
     cost_model, saved = traced("little experts")
-    found = weights_by_unit(cost_model, saved["bfloat16"], Holding(4, 2, gathers=True, shards=64, expert=4))
-    assert found["model.layers.0", True] == (4 * 16 * EACH, 2 * 16 * EACH, 2 * EACH, 16 * EACH)
-    assert found["model.layers.0", False].learns == sum(
+    found = units_of(cost_model, saved["bfloat16"], Holding(4, 2, gathers=True, shards=64, expert=4))
+    assert found["model.layers.0", True] == Unit(4 * 16 * EACH, 2 * 16 * EACH, 2 * 2 * EACH, 4 * 16 * EACH)
+    assert found["model.layers.0", False].arriving == 2 * sum(
         one.numel
         for one in cost_model.parameters
         if one.name.startswith("model.layers.0.") and ".experts" not in one.name
     )
-    alone = weights_by_unit(cost_model, saved["bfloat16"], Holding(4, 2, gathers=True, shards=64))
+    alone = units_of(cost_model, saved["bfloat16"], Holding(4, 2, gathers=True, shards=64))
     assert not [unit for unit, is_spread in alone if is_spread]
 
 

@@ -88,23 +88,14 @@ def _products(cost_model: CostModel) -> dict[str, tuple[tuple[tuple[str, int], .
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Heads of one attention, and who computes it.
+    """Heads of one attention, and who computes it."""
 
-    Attributes:
-        block: that it is in.
-        driver: what its tokens are: of the language model, or patches.
-        heads: of queries.
-        key_heads: of keys and values; divides `heads`.
-        size: of a head of queries and keys.
-        value_size: of a head of values.
-    """
-
-    block: str
-    driver: str
-    heads: int
-    key_heads: int
-    size: int
-    value_size: int
+    block: str  # block that computes it
+    driver: str  # its tokens: the language model's, or patches
+    heads: int  # heads of queries
+    key_heads: int  # heads of keys and values; divides `heads`
+    size: int  # numbers of a query or key in a head
+    value_size: int  # numbers of a value in a head
 
     def sent(self, pack: Workload, degree: int, unit: int) -> dict[str, int]:
         """Values that the first of `degree` processes sends: tokens for heads and back, forward and backward."""

@@ -5,7 +5,7 @@ out for their sum, unit by unit.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from headway.count import CostModel, Workload, drivers
@@ -14,46 +14,21 @@ from headway.count.units import chosen_blocks, remembered
 from headway.predict.activations import BlockBytes, block_bytes, padding_of_sums
 from headway.predict.recipe import Sharing, State
 from headway.predict.weights import (
+    NO_UNIT,
     Holding,
-    UnitName,
+    Unit,
     cast_weights,
     dequantised_by_block,
     shared,
     trained_by_block,
+    units_of,
     values_of_experts,
     values_of_spread,
-    weights_by_unit,
 )
 
 _NORM = 5
 """Float32 tensors of the residual stream's shape in the backward of a norm written out: the gradients of its output, of
 what it normalised and of the squares' mean, and two products on their way to their sum."""
-
-
-@dataclass(frozen=True, slots=True)
-class Unit:
-    """Buffers of the weights that FSDP2 gathers together, in one unit [bytes]; of a lone process, nothing.
-
-    Each block is a unit, and so are what is left of a vision tower, the input embedding, the head, and the root with
-    the rest. Spread experts are a unit within their block. In a step,
-
-    * forward gathers a unit into one buffer and copies the whole weights out of it. The buffer stays until the next
-      unit is gathered, so the last one's is there as forward ends;
-    * behind a unit its weights are let go of, but for root and head, and but for all of them without resharding;
-    * backward gathers the unit again and, while it computes, the one before it;
-    * the unit's gradients come whole (`arriving`). Then its weights are let go of, and the gradients are laid out for
-      their sum over the processes (`summing`), which stay until those of the next unit have come.
-
-    Source: `foreach_all_gather_copy_out` and `foreach_reduce` in torch/distributed/fsdp/_fully_shard (torch 2.13).
-    """
-
-    gathered: int = 0  # weights, whole, in the dtype of the products, with the filling of slices
-    arriving: int = 0  # gradients of the unit as backward makes them, whole, without the filling
-    summing: int = 0  # the same, laid out for their sum over the processes, with the filling
-
-
-NO_UNIT = Unit()
-"""Nothing is gathered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,82 +70,10 @@ class Ends:
     stay_gathered: bool = False  # whether units that forward gathered stay so until backward has passed them
 
 
-def fullest_of_backward(blocks: Sequence[BackwardBlock], ends: Ends) -> dict[str, int]:
-    """Find the parts at the fullest point of a backward.
-
-    Backward goes from the last block to the first. As it enters a block, the blocks before it hold what they kept, this
-    one all that it saves, and the blocks after it have turned into gradients. Of the inputs that wait in the host's
-    memory, the last is there as backward begins, and each is fetched as backward enters the block behind it. Weights
-    are gathered, and gradients summed, as `Unit` says; spread experts of a block are a unit that backward passes before
-    the rest of the block.
-
-    Args:
-        blocks: in the order of forward.
-        ends: what stands around them.
-
-    Returns:
-        Bytes of activations, recomputing, passing, casts, gradients, gathered and reducing.
-    """
-    # Bytes as backward begins; each block below takes its own out.
-    activations = ends.outside + sum(block.activations for block in blocks)
-    casts = sum(block.casts for block in blocks if not block.is_recomputed)
-    staying = ends.embedding_unit.gathered + sum(block.gathered for block in blocks)
-    gradients, after, head = ends.head, ends.head_unit, ends.head_unit
-    # Inputs that wait in the host's memory; the last one is still on the device.
-    inputs = [0, *(block.input for block in blocks if block.input)]
-    point = {
-        "activations": activations + inputs[-1], "passing": _NORM * ends.stream, "casts": casts, "gradients": gradients,
-        "gathered": ends.root + head.gathered + (staying if ends.stay_gathered else 0),
-    }  # fmt: skip
-    # behind the head: the last norm's backward, then the head's gradients on their way to their sum
-    points = _reduced(point, head, NO_UNIT)
-    activations -= ends.last_norm
-    for number, block in reversed(list(enumerate(blocks))):
-        # entering the block: what it saves is there, computed again where it was not kept; the block before is gathered
-        again = block.size.saved - block.activations if block.is_recomputed else 0
-        before = blocks[number - 1].unit if number else ends.embedding_unit
-        gathered = ends.root + (staying if ends.stay_gathered else block.gathered + before.gathered)
-        if block.input:
-            inputs.pop()
-        point = {
-            "activations": activations + inputs[-1], "recomputing": again, "passing": block.passing + ends.stream,
-            "casts": casts + (block.casts if block.is_recomputed else 0) + block.dequantised, "gradients": gradients,
-            "gathered": gathered, "reducing": after.summing,
-        }  # fmt: skip
-        points.append(point)
-        point = {**point, "passing": ends.stream}
-        # the block's spread experts go first, and let go of what their products saved
-        if block.spread.gathered:
-            freed = min(block.by_spread, again or block.activations)
-            point["recomputing" if again else "activations"] -= freed
-            points += _reduced(point, block.spread, after)
-            gathered, after = gathered - block.spread.gathered, block.spread
-        # behind the block: what it kept is gone, its gradients are there
-        activations -= block.activations
-        casts -= 0 if block.is_recomputed else block.casts
-        gradients += block.gradients
-        point = {**point, "activations": activations + inputs[-1], "recomputing": 0}
-        point |= {"casts": casts, "gradients": gradients}
-        points += _reduced({**point, "gathered": gathered}, block.unit, after)
-        after = block.unit
-        staying -= block.gathered
-    # the input embedding, whose gradient is added to the head's where weights are tied
-    last = ends.embedding_unit
-    points.append({
-        "activations": activations, "passing": ends.stream + ends.tied, "casts": casts,
-        "gradients": gradients + ends.other_gradients,
-        "gathered": ends.root + last.gathered, "reducing": last.arriving + last.summing,
-    })  # fmt: skip
-    return max(points, key=lambda point: sum(point.values()))
-
-
 def _reduced(point: Mapping[str, int], unit: Unit, after: Unit) -> list[dict[str, int]]:
     """Two points at which the gradients of a unit have come: before its weights are let go of, and after.
 
-    Args:
-        point: what is held beside gradients on their way.
-        unit: whose weights are whole.
-        after: the unit that backward passed before, whose gradients are let go of in between.
+    Backward passed the unit `after` before, whose gradients are let go of in between.
     """
     let_go = {"gathered": point["gathered"] - unit.gathered, "reducing": unit.arriving + unit.summing}
     return [{**point, "reducing": after.summing + unit.arriving}, {**point, **let_go}]
@@ -197,7 +100,7 @@ def backward_blocks(
     holding = Holding.of(state, sharing)
     in_slices = holding.slices(cost_model)
     # everything that a block has a share of, by its name
-    units = units_of(cost_model, saved, state, sharing)
+    units = units_of(cost_model, saved, holding)
     chosen = chosen_blocks(state.recompute, cost_model, saved)
     compute, sequence = state.compute_bytes, sharing.sequence
     sizes = block_bytes(cost_model, saved, pack, fused=state.fused, compute_bytes=compute, sequence=sequence)
@@ -254,7 +157,7 @@ def backward_blocks(
 
 
 @remembered
-def fullest_point(
+def fullest_of_backward(
     cost_model: CostModel,
     saved: SavedActivations,
     pack: Workload,
@@ -263,19 +166,68 @@ def fullest_point(
     ends: Ends,
     makes_gradients: bool,
 ) -> dict[str, int]:
-    """Parts at the fullest point of a backward, whose blocks make gradients beside waiting ones, or do not."""
-    blocks = backward_blocks(cost_model, saved, pack, state, sharing)
-    return fullest_of_backward(blocks if makes_gradients else [replace(block, gradients=0) for block in blocks], ends)
+    """Find the parts at the fullest point of a backward.
 
+    Backward goes from the last block to the first. As it enters a block, the blocks before it hold what they kept, this
+    one all that it saves, and the blocks after it have turned into gradients. Of the inputs that wait in the host's
+    memory, the last is there as backward begins, and each is fetched as backward enters the block behind it. Weights
+    are gathered, and gradients summed, as `Unit` says; spread experts of a block are a unit that backward passes before
+    the rest of the block.
 
-def units_of(cost_model: CostModel, saved: SavedActivations, state: State, sharing: Sharing) -> dict[UnitName, Unit]:
-    """List the units that FSDP2 gathers, of blocks and of the parts around the blocks; none of a lone process.
+    `ends` stands around the blocks, which make gradients or add to waiting ones; the rest is as for `backward_blocks`.
 
-    What is gathered and what is laid out for the sum has full slices; gradients come as the weights are.
+    Returns:
+        Bytes of activations, recomputing, passing, casts, gradients, gathered and reducing.
     """
-    if not sharing.gathers:
-        return {}
-    return {
-        name: Unit(unit.gathered, state.compute_bytes * unit.learns, sharing.reduce_bytes * unit.padded)
-        for name, unit in weights_by_unit(cost_model, saved, Holding.of(state, sharing)).items()
-    }
+    blocks = backward_blocks(cost_model, saved, pack, state, sharing)
+    # Bytes as backward begins; each block below takes its own out.
+    activations = ends.outside + sum(block.activations for block in blocks)
+    casts = sum(block.casts for block in blocks if not block.is_recomputed)
+    staying = ends.embedding_unit.gathered + sum(block.gathered for block in blocks)
+    gradients, after, head = ends.head, ends.head_unit, ends.head_unit
+    # Inputs that wait in the host's memory; the last one is still on the device.
+    inputs = [0, *(block.input for block in blocks if block.input)]
+    point = {
+        "activations": activations + inputs[-1], "passing": _NORM * ends.stream, "casts": casts, "gradients": gradients,
+        "gathered": ends.root + head.gathered + (staying if ends.stay_gathered else 0),
+    }  # fmt: skip
+    # behind the head: the last norm's backward, then the head's gradients on their way to their sum
+    points = _reduced(point, head, NO_UNIT)
+    activations -= ends.last_norm
+    for number, block in reversed(list(enumerate(blocks))):
+        # entering the block: what it saves is there, computed again where it was not kept; the block before is gathered
+        again = block.size.saved - block.activations if block.is_recomputed else 0
+        before = blocks[number - 1].unit if number else ends.embedding_unit
+        gathered = ends.root + (staying if ends.stay_gathered else block.gathered + before.gathered)
+        if block.input:
+            inputs.pop()
+        point = {
+            "activations": activations + inputs[-1], "recomputing": again, "passing": block.passing + ends.stream,
+            "casts": casts + (block.casts if block.is_recomputed else 0) + block.dequantised, "gradients": gradients,
+            "gathered": gathered, "reducing": after.summing,
+        }  # fmt: skip
+        points.append(point)
+        point = {**point, "passing": ends.stream}
+        # the block's spread experts go first, and let go of what their products saved
+        if block.spread.gathered:
+            freed = min(block.by_spread, again or block.activations)
+            point["recomputing" if again else "activations"] -= freed
+            points += _reduced(point, block.spread, after)
+            gathered, after = gathered - block.spread.gathered, block.spread
+        # behind the block: what it kept is gone, its gradients are there
+        activations -= block.activations
+        casts -= 0 if block.is_recomputed else block.casts
+        gradients += block.gradients if makes_gradients else 0
+        point = {**point, "activations": activations + inputs[-1], "recomputing": 0}
+        point |= {"casts": casts, "gradients": gradients}
+        points += _reduced({**point, "gathered": gathered}, block.unit, after)
+        after = block.unit
+        staying -= block.gathered
+    # the input embedding, whose gradient is added to the head's where weights are tied
+    last = ends.embedding_unit
+    points.append({
+        "activations": activations, "passing": ends.stream + ends.tied, "casts": casts,
+        "gradients": gradients + ends.other_gradients,
+        "gathered": ends.root + last.gathered, "reducing": last.arriving + last.summing,
+    })  # fmt: skip
+    return max(points, key=lambda point: sum(point.values()))

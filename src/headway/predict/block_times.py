@@ -42,23 +42,14 @@ _SEGMENT = {"cpu": 64, "cuda": 512, "mps": 256}  # mean length, at which attenti
 
 @dataclass(frozen=True)
 class TimedBlocks:
-    """Forward and backward of a model's first blocks on a device.
+    """Forward and backward of a model's first blocks on a device."""
 
-    Attributes:
-        cost_model: of these blocks.
-        saved: what autograd saves of them.
-        number_bytes: of each number of weights and activations.
-        seconds: of the best repetition, which nothing interrupted, by the lengths of a pack's segments [s].
-        measured_at: when, in UTC.
-        is_cached: whether it was read from the cache.
-    """
-
-    cost_model: CostModel
-    saved: SavedActivations
-    number_bytes: int
-    seconds: Mapping[tuple[int, ...], float]
-    measured_at: datetime
-    is_cached: bool
+    cost_model: CostModel  # ledger of these blocks
+    saved: SavedActivations  # activations that autograd saves of them
+    number_bytes: int  # bytes of a weight or an activation
+    seconds: Mapping[tuple[int, ...], float]  # best repetition, by the lengths of a pack's segments [s]
+    measured_at: datetime  # time in UTC
+    is_cached: bool  # true if read from the cache
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types."""

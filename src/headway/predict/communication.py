@@ -13,6 +13,7 @@ it.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import log2
 from typing import Literal, NamedTuple
 
@@ -20,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.devices import Device
-from headway.predict.speeds import HOST_BYTES_PER_S, Cases
+from headway.predict.speeds import HOST_BYTES_PER_S, Cases, host_copy_s
 
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
 Phase = Literal["forward", "backward"]
@@ -40,34 +41,21 @@ _TREE_SHARE = 0.92  # share of the bandwidth that a tree reaches; the same file
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A way between devices.
+    """A way between devices."""
 
-    Attributes:
-        bytes_per_s: that a device sends over it while it receives as many [byte/s], as printed.
-        latency_s: of a step from one device to the next [s].
-    """
-
-    bytes_per_s: float
-    latency_s: float
+    bytes_per_s: float  # rate of sending while as much is received, as printed [byte/s]
+    latency_s: float  # latency of a step from one device to the next [s]
 
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """Links that join devices.
+    """Links that join devices."""
 
-    Attributes:
-        inside: of a device to the others of its node.
-        between: of a device to other nodes, its share.
-        per_node: devices of a node.
-        source: where these numbers are from, as a sentence.
-        host_bytes_per_s: of a device to its host's memory, one way, as printed [byte/s].
-    """
-
-    inside: Link
-    between: Link
-    per_node: int
-    source: str
-    host_bytes_per_s: float = HOST_BYTES_PER_S
+    inside: Link  # link of a device to its node
+    between: Link  # a device's share of the link to other nodes
+    per_node: int  # devices of a node
+    source: str  # source of these numbers, a sentence
+    host_bytes_per_s: float = HOST_BYTES_PER_S  # rate to the host's memory, one way, as printed [byte/s]
 
     @classmethod
     def of_device(
@@ -99,15 +87,10 @@ class Links:
 
 @dataclass(frozen=True, slots=True)
 class RankGroup:
-    """Ranks that exchange something.
+    """Ranks that exchange something."""
 
-    Attributes:
-        size: of them.
-        per_node: of them that are in one node.
-    """
-
-    size: int
-    per_node: int
+    size: int  # ranks
+    per_node: int  # ranks of a node
 
     @classmethod
     def of(cls, size: int, stride: int, links: Links) -> "RankGroup":
@@ -152,11 +135,6 @@ def collective_s(kind: Kind, num_bytes: float, group: RankGroup, links: Links) -
     return Cases(*map(min, ring, tree))
 
 
-def host_copy_s(num_bytes: int, links: Links) -> Cases:
-    """Predict the time in which a device moves so many bytes from or to its host's memory [s]."""
-    return Cases(*(num_bytes / (share * links.host_bytes_per_s) for share in REACHED))
-
-
 def bus_bytes_per_s(group: RankGroup, links: Links) -> float:
     """Printed bandwidth that limits a ring [byte/s]: a device's link, or the network of a node's ranks together."""
     if group.nodes == 1:
@@ -178,19 +156,12 @@ def _after(latency_s: float, at_printed_s: float) -> Cases:
 
 
 class _Overlap(NamedTuple):
-    """Exchanges of a pass, in seconds by case.
+    """Exchanges of a pass, in seconds by case."""
 
-    Attributes:
-        unhidden: before the first unit and after the last, shape (3,).
-        by_unit: while each unit computes, shape (units, 3).
-        by_part: while parts of blocks do, shape (parts, 3).
-        part_shares: of these parts in the time of forward, shape (parts, 1).
-    """
-
-    unhidden: NDArray[np.float64]
-    by_unit: NDArray[np.float64]
-    by_part: NDArray[np.float64]
-    part_shares: NDArray[np.float64]
+    unhidden: NDArray[np.float64]  # before the first unit and after the last, shape (3,)
+    by_unit: NDArray[np.float64]  # while each unit computes, shape (units, 3)
+    by_part: NDArray[np.float64]  # while parts of blocks do, shape (parts, 3)
+    part_shares: NDArray[np.float64]  # shares of these parts in forward's time, shape (parts, 1)
 
 
 class _PackOverlap(NamedTuple):
@@ -203,59 +174,28 @@ class _PackOverlap(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A collective of one pack on each process.
+    """A collective of one pack on each process."""
 
-    Attributes:
-        kind: which one.
-        unit: whose weights, gradients or activations; a block, or (vision), (embedding), (head) or (root).
-        phase: when; what is computed again belongs to backward.
-        num_bytes: as `collective_s` counts them.
-        ranks: that take part.
-        stride: between neighbours of theirs in the order of ranks.
-        waits: whether computing waits for it, wherever it is.
-        concurrent_flops: of forward that, where computing waits, run meanwhile.
-        once: whether it happens after a step's last pack alone.
-        host_bytes: that each process moves from or to its host's memory for it.
-    """
-
-    kind: Kind
-    unit: str
-    phase: Phase
-    num_bytes: int
-    ranks: int
-    stride: int = 1
-    waits: bool = False
-    concurrent_flops: float = 0.0
-    once: bool = False
-    host_bytes: int = 0
+    kind: Kind  # collective
+    unit: str  # unit that it is for; a block, or (vision), (embedding), (head) or (root)
+    phase: Phase  # pass; recomputation belongs to backward
+    num_bytes: int  # bytes, counted as in `collective_s`
+    ranks: int  # ranks that take part
+    stride: int = 1  # distance of neighbours in the order of ranks
+    waits: bool = False  # true if computing waits for it, wherever it is
+    concurrent_flops: float = 0.0  # FLOPs of forward that run meanwhile, if computing waits
+    once: bool = False  # true if it happens after a step's last pack alone
+    host_bytes: int = 0  # bytes that each process moves from or to its host's memory
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Exchanges:
-    """All that a process exchanges for a pack.
+    """All that a process exchanges for a pack."""
 
-    Attributes:
-        all: in no order.
-        order: units as forward computes them.
-        compute: FLOPs of each unit's forward; shares of its time.
-        copied_bytes: read and written on the device to lay gathered weights and gradients out.
-    """
-
-    all: tuple[Exchange, ...] = ()
-    order: tuple[str, ...] = ()
-    compute: Mapping[str, float] = field(default_factory=dict)
-    copied_bytes: int = 0
-    _timelines: "dict[Links, Timeline]" = field(default_factory=dict, repr=False, compare=False)
-
-    def timeline(self, links: Links) -> "Timeline":
-        """The units' overlap between devices that are joined so, laid out once for many steps.
-
-        Raises:
-            PlanError: the processes are on several nodes, whose network is not known.
-        """
-        if links not in self._timelines:
-            self._timelines[links] = Timeline(self, links)
-        return self._timelines[links]
+    all: tuple[Exchange, ...] = ()  # in no order
+    order: tuple[str, ...] = ()  # units in the order of forward
+    compute: Mapping[str, float] = field(default_factory=dict)  # FLOPs of each unit's forward; shares of its time
+    copied_bytes: int = 0  # bytes read and written to lay gathered weights and gradients out
 
     def num_bytes(self, kind: Kind | None = None) -> int:
         """Bytes of a pack's exchanges, of one kind or of all."""
@@ -280,7 +220,7 @@ def exposed_s(
     """
     if not overlap:
         forward = backward = Cases.exact(0.0)
-    timeline = exchanges.timeline(links)
+    timeline = _timeline_of(exchanges, links)
     times = forward.times(1 / packs), backward.times(1 / packs)
     return timeline.exposed(*times, last=False).times(packs - 1) + timeline.exposed(*times, last=True)
 
@@ -300,7 +240,6 @@ class Timeline:
         self._order, self._links = exchanges.order, links
         self._total = sum(exchanges.compute.values()) or 1.0
         self._shares = np.array([[exchanges.compute.get(unit, 0.0) / self._total] for unit in exchanges.order])
-        self._times: dict[tuple[Kind, int, int, int, int], Cases] = {}  # blocks are alike
         of_last = self._overlaps_of(exchanges.all)
         repeated = [exchange for exchange in exchanges.all if not exchange.once]
         of_others = of_last if len(repeated) == len(exchanges.all) else self._overlaps_of(repeated)
@@ -331,7 +270,8 @@ class Timeline:
         sums: dict[str, Cases] = {}
         parts: dict[Phase, dict[tuple[str, float], Cases]] = {"forward": {}, "backward": {}}
         for exchange in exchanges:
-            took = self._seconds(exchange)
+            sizes = exchange.num_bytes, exchange.host_bytes, exchange.ranks, exchange.stride
+            took = _exchange_s(exchange.kind, *sizes, self._links)
             if exchange.waits and exchange.concurrent_flops:  # the exchanges of a block that share what they run beside
                 of_part, part = parts[exchange.phase], (exchange.unit, exchange.concurrent_flops / self._total)
                 of_part[part] = of_part.get(part, Cases.exact(0.0)) + took
@@ -345,13 +285,14 @@ class Timeline:
         backward = _overlap_of(self._order[::-1], gathers["backward"], sums, parts["backward"])
         return _PackOverlap(waits, _overlap_of(self._order, gathers["forward"], {}, parts["forward"]), backward)
 
-    def _seconds(self, exchange: Exchange) -> Cases:
-        key = (exchange.kind, exchange.num_bytes, exchange.ranks, exchange.stride, exchange.host_bytes)
-        if key not in self._times:
-            group = RankGroup.of(exchange.ranks, exchange.stride, self._links)
-            own = collective_s(exchange.kind, exchange.num_bytes, group, self._links)
-            self._times[key] = own + host_copy_s(exchange.host_bytes, self._links)
-        return self._times[key]
+
+_timeline_of = lru_cache(maxsize=64)(Timeline)
+
+
+@lru_cache(maxsize=4096)  # blocks are alike
+def _exchange_s(kind: Kind, num_bytes: int, host_bytes: int, ranks: int, stride: int, links: Links) -> Cases:
+    copied = host_copy_s(host_bytes, links.host_bytes_per_s)
+    return collective_s(kind, num_bytes, RankGroup.of(ranks, stride, links), links) + copied
 
 
 def _overlap_of(

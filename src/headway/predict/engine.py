@@ -73,7 +73,9 @@ class Engine:
             time of that is not known, and left out.
         ranks_of_token: processes that a token is sent to; None for those that keep any of its experts.
         bias_bytes: bytes that are moved for a number of a bias of experts, by the name of the parameter.
-        logit_bytes: bytes of a logit that are held where the loss is fullest; None for what the recipe's loss holds.
+        logit_bytes: bytes of a logit that are held, or reserved, where the loss is fullest; None for what the recipe's
+            loss holds.
+        update_copies: copies of the weights that learn which the update makes; None for those of Headway's.
         keeps: linear modules whose results recomputation keeps besides attention's.
         float8: its products in float8, a row of `float8.toml`.
         time: of computing over what Headway's rates give, by kind of model and precision, such as "experts fp8".
@@ -91,6 +93,7 @@ class Engine:
     ranks_of_token: int | None = None
     bias_bytes: Mapping[str, int] = field(default_factory=dict)
     logit_bytes: int | None = None
+    update_copies: int | None = None
     keeps: tuple[str, ...] = ()
     float8: str = "torchao-tensorwise"
     time: Mapping[str, float] = field(default_factory=dict)
@@ -147,20 +150,18 @@ HEADWAY = Engine("headway train", update=None)
 @cache
 def engines() -> Mapping[str, Engine]:
     """Engines by the name that `plan.engine` gives them."""
-    rows = tomllib.loads(Path(__file__).with_name("engines.toml").read_text("utf-8"))
-    others = {name: Engine(**{**row, "keeps": tuple(row.get("keeps", ()))}) for name, row in rows.items()}
-    return {"headway": HEADWAY, **others}
+    rows = _tables("engines").items()
+    return {"headway": HEADWAY} | {name: Engine(**row | {"keeps": tuple(row.get("keeps", ()))}) for name, row in rows}
 
 
 @cache
-def _ways_of_float8() -> Mapping[str, Float8]:
-    rows = tomllib.loads(Path(__file__).with_name("float8.toml").read_text("utf-8"))
-    return {name: Float8(**row) for name, row in rows.items()}
-
-
 def float8_of(engine: str) -> Float8:
     """The products in float8 of an engine."""
-    return _ways_of_float8()[engine_named(engine).float8]
+    return Float8(**_tables("float8")[engine_named(engine).float8])
+
+
+def _tables(name: str) -> dict[str, Any]:
+    return tomllib.loads(Path(__file__).with_name(f"{name}.toml").read_text("utf-8"))
 
 
 def engine_named(name: str) -> Engine:

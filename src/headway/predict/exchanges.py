@@ -21,7 +21,7 @@ from headway.packing.mesh import MeshShape
 from headway.predict.activations import FLOAT32, attentions
 from headway.predict.communication import Exchange, Exchanges, Phase
 from headway.predict.recipe import Sharing, State
-from headway.predict.weights import Holding, rows_of, weights_by_unit
+from headway.predict.weights import Holding, rows_of, units_of
 
 
 def exchanges_of(
@@ -118,7 +118,7 @@ def _of_weights(
 ) -> tuple[Exchange, ...]:
     """Gathers of weights and sums of gradients; spread experts have a mesh of their own."""
     exchanges: list[Exchange] = []
-    for (unit, spread), weights in weights_by_unit(cost_model, saved, Holding.of(state, sharing)).items():
+    for (unit, spread), weights in units_of(cost_model, saved, Holding.of(state, sharing)).items():
         ranks, stride = (shape.fsdp // shape.expert, shape.expert) if spread else (shape.fsdp, 1)
         # offloaded weights come to the device in their own precision, a slice for each process
         copied = weights.stored // ranks if sharing.offload else 0
@@ -126,13 +126,11 @@ def _of_weights(
         exchanges.append(gather)
         if unit in again:
             exchanges.append(replace(gather, phase="backward"))
-        summed = weights.padded * sharing.reduce_bytes
+        summed, once = weights.summing, not sharing.reduce_each_pack
         if summed:
-            once = not sharing.reduce_each_pack
-            back = weights.padded * state.weight_bytes // ranks if sharing.offload else 0  # gradients
-            exchanges.append(
-                Exchange("reduce-scatter", unit, "backward", summed, ranks, stride, once=once, host_bytes=back)
-            )
+            gradients = summed // sharing.reduce_bytes * state.weight_bytes // ranks if sharing.offload else 0
+            summing = Exchange("reduce-scatter", unit, "backward", summed, ranks, stride, once=once)
+            exchanges.append(replace(summing, host_bytes=gradients))
             part = summed // ranks
             exchanges.append(Exchange("all-reduce", unit, "backward", part, shape.replicate, shape.fsdp, once=once))
     return tuple(exchanges)
@@ -227,21 +225,13 @@ def distinct_ranks(experts: int, chosen: int, ranks: int) -> float:
 
 
 class _ExpertLayer(NamedTuple):
-    """A layer of experts.
+    """A layer of experts."""
 
-    Attributes:
-        block: that holds it.
-        experts: of the layer.
-        chosen: by a token.
-        width: values of a hidden state.
-        shared: FLOPs a token of shared experts that are called behind the others, whose exchange they hide.
-    """
-
-    block: str
-    experts: int
-    chosen: int
-    width: int
-    shared: int
+    block: str  # block that holds it
+    experts: int  # experts of the layer
+    chosen: int  # experts of a token
+    width: int  # values of a hidden state
+    shared: int  # FLOPs a token of shared experts behind the others, whose exchange they hide
 
 
 @remembered

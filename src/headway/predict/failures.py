@@ -18,21 +18,18 @@ class Reliability:
         mtbf_s: mean time between failures of one device, with its share of host, network and power [s].
         save_s: that training stands still for a checkpoint [s].
         restart_s: from a failure to the first step after it, with reading the checkpoint [s].
-        lag_s: from the step that a checkpoint holds until it is whole on disk, while training goes on [s].
     """
 
     mtbf_s: float
     save_s: float
     restart_s: float
-    lag_s: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("mtbf_s", "save_s"):
             if not getattr(self, name) > 0:
                 raise PlanError(f"{name} is {getattr(self, name):g}; a time between failures or for a save is above 0.")
-        for name in ("restart_s", "lag_s"):
-            if getattr(self, name) < 0:
-                raise PlanError(f"{name} is {getattr(self, name):g}; a time is at least 0.")
+        if self.restart_s < 0:
+            raise PlanError(f"restart_s is {self.restart_s:g}; a time is at least 0.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +87,10 @@ def goodput(interval_s: float, reliability: Reliability, mtbf_s: float) -> float
         mtbf_s: mean time between failures of the job [s].
 
     Source: Daly 2006, equation 20, a job's wall time where failures may come at any time, while it saves and starts
-        again too. A checkpoint that is not yet whole is lost with what came after it, as if restarts took that longer.
+        again too.
     """
-    restart_s = reliability.restart_s + reliability.lag_s
     try:
-        wall_s = mtbf_s * exp(restart_s / mtbf_s) * (exp((interval_s + reliability.save_s) / mtbf_s) - 1)
+        wall_s = mtbf_s * exp(reliability.restart_s / mtbf_s) * (exp((interval_s + reliability.save_s) / mtbf_s) - 1)
     except OverflowError:
         return 0.0
     return interval_s / wall_s

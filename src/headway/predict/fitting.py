@@ -4,9 +4,9 @@ First what changes no result and costs time, then fewer bits for what the optimi
 smaller packs and more devices. Where none is enough by itself, they are put together.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from headway.config import TrainConfig, changed_config
 from headway.devices import Device
@@ -14,28 +14,8 @@ from headway.errors import ConfigError, UsageError
 
 USABLE = 0.9
 """Share of a device's memory that a plan may fill; the rest is for memory that the plan does not count."""
-PRICES = {
-    "speed.loss_chunk": "none",
-    "speed.compile": "a minute of compilation",
-    "speed.recompute=full,-attention,-projections,-mlp": "backward recomputes the elementwise operations of each block",
-    "speed.recompute=full,-attention": "backward recomputes each block except its attention",
-    "speed.recompute=full": "backward recomputes each block",
-    "speed.offload": "blocks' inputs go to the host's memory and back",
-    "parallel.reshard": "blocks are gathered again in backward",
-    "optim.state": "moments are rounded, stochastically",
-    "run.dtype": "weights and gradients are rounded to bfloat16",
-    "model.lora.rank": "adapters learn, and the model's own weights stay as they are",
-    "model.base": "the frozen weights are rounded to 4 bits",
-    "data.tokens_per_pack": "longer samples are cut or dropped, and a step has fewer tokens",
-    "optim.accumulation": "longer samples are cut or dropped",
-    "parallel.offload": "a step waits for the host's memory",
-}
-"""Price of each setting, by its name, or by its name and value."""
-
 LORA_RANK = 16
 """Rank of the adapters that are proposed: PEFT's tutorials and LLaMA-Factory's examples use 8 to 64."""
-_IN_4_BITS = "model.base=nf4"
-_PACK, _PACKS = "data.tokens_per_pack", "optim.accumulation"
 _FEWEST_TOKENS = 1024  # in a pack that is still worth a step
 _MOST_DOUBLED = 10  # times that devices are doubled
 _WORTH = 0.99  # share of the present peak; settings that save less are not named
@@ -52,19 +32,13 @@ class Way:
         settings: assignments such as `optim.state=8bit`.
         devices: of the run, a process each.
         peak_bytes: the most that each then holds.
+        price: of the settings, in words.
     """
 
     settings: tuple[str, ...]
     devices: int
     peak_bytes: int
-
-    @property
-    def price(self) -> str:
-        """Price of the settings, in words."""
-        names = [_name(setting) for setting in self.settings]
-        # shorter packs with more of them in a step have the price of the latter
-        settings = [setting for setting in self.settings if not (_name(setting) == _PACK and _PACKS in names)]
-        return "; ".join(PRICES.get(setting) or PRICES[_name(setting)] for setting in settings) or "more devices"
+    price: str = "more devices"
 
     def __str__(self) -> str:
         return " and ".join(self.settings) or f"{self.devices:,} devices"
@@ -100,16 +74,16 @@ def ways_to_fit(config: TrainConfig, devices: int, room_bytes: int, peak: Peak) 
     """
     now = peak(config, devices)
     enough: list[Way] = []
-    for settings in gentlest_first(config):
-        way = _tried(config, settings, devices, peak)
+    for rung in _ladder(config):
+        way = _tried(config, [rung], devices, peak)
         if way is not None and way.peak_bytes <= min(room_bytes, _WORTH * now):
-            is_repeated = any(_name(settings[0]) == _name(other.settings[0]) for other in enough)
+            is_repeated = any(rung.name == _name(other.settings[0]) for other in enough)
             enough += [] if is_repeated else [way]
     together = () if enough else (_together(config, devices, room_bytes, peak),)
     if together and together[0].peak_bytes <= room_bytes:
         enough += together
     for doubled in range(1, _MOST_DOUBLED + 1):
-        way = _tried(config, (), devices << doubled, peak)
+        way = _tried(config, [], devices << doubled, peak)
         if way is not None and way.peak_bytes <= room_bytes:
             enough.append(way)
             break
@@ -118,25 +92,33 @@ def ways_to_fit(config: TrainConfig, devices: int, room_bytes: int, peak: Peak) 
 
 def _together(config: TrainConfig, devices: int, room_bytes: int, peak: Peak) -> Way:
     """Add settings until the run fits, then drop the settings that turn out not to be needed."""
-    chosen: list[tuple[str, ...]] = []  # settings that go together are added and dropped together
+    chosen: list[_Rung] = []
     best = Way((), devices, peak(config, devices))
-    for settings in gentlest_first(config):
+    for rung in _ladder(config):
         if best.peak_bytes <= room_bytes:
             break
-        others = [group for group in chosen if _name(group[0]) != _name(settings[0])]
-        way = _tried(config, _joined([*others, settings]), devices, peak)
+        others = [*(other for other in chosen if other.name != rung.name), rung]
+        way = _tried(config, others, devices, peak)
         if way is not None and way.peak_bytes < _WORTH * best.peak_bytes:
-            best, chosen = way, [*others, settings]
-    for settings in [*chosen]:
-        fewer = [group for group in chosen if group != settings]
-        way = _tried(config, _joined(fewer), devices, peak)
+            best, chosen = way, others
+    for rung in [*chosen]:
+        fewer = [other for other in chosen if other != rung]
+        way = _tried(config, fewer, devices, peak)
         if way is not None and way.peak_bytes <= room_bytes:
             best, chosen = way, fewer
     return best
 
 
-def _joined(groups: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
-    return tuple(setting for group in groups for setting in group)
+class _Rung(NamedTuple):
+    """Settings that go together, and their price in words."""
+
+    settings: tuple[str, ...]
+    price: str
+
+    @property
+    def name(self) -> str:
+        """Name of the first setting; settings of one name exclude each other."""
+        return _name(self.settings[0])
 
 
 def _name(setting: str) -> str:
@@ -145,47 +127,58 @@ def _name(setting: str) -> str:
 
 def gentlest_first(config: TrainConfig) -> Iterator[tuple[str, ...]]:
     """Settings that may need less memory than the present ones."""
-    speed, parallel, optim = config.speed, config.parallel, config.optim
-    yield from _differing(
-        {"speed.loss_chunk=2048": speed.loss_chunk is None, "speed.compile=auto": speed.compile is False}
-    )
-    for recompute in ("full,-attention,-projections,-mlp", "full,-attention", "full"):
-        if speed.recompute not in ("full", recompute):
-            yield (f"speed.recompute={recompute}",)
-    is_on_device = speed.offload == "none" and not config.run.device.startswith("cpu")
-    yield from _differing({"speed.offload=inputs": is_on_device, "parallel.reshard=true": not parallel.reshard})
-    for state in ("bfloat16", "8bit"):
-        if optim.state not in ("8bit", state):
-            yield (f"optim.state={state}",)
-    if config.run.dtype in ("auto", "float32", "bfloat16-autocast") and not config.run.device.startswith("cpu"):
-        yield ("run.dtype=bfloat16-params",)
-    if not parallel.offload:
-        yield ("parallel.offload=true",)
-    yield from _of_adapters(config)
+    return (rung.settings for rung in _ladder(config))
+
+
+def _ladder(config: TrainConfig) -> list[_Rung]:
+    """Settings that may need less memory than the present ones, the least harmful first."""
+    speed, parallel, state, dtype = config.speed, config.parallel, config.optim.state, config.run.dtype
+    on_cpu = config.run.device.startswith("cpu")
+    lora = () if config.model.lora is not None else (f"model.lora.rank={LORA_RANK}",)
+    learn = "adapters learn, and the model's own weights stay as they are"
+    frozen = "; ".join([learn] * bool(lora) + ["the frozen weights are rounded to 4 bits"])
+    kept = {
+        "full,-attention,-projections,-mlp": "backward recomputes the elementwise operations of each block",
+        "full,-attention": "backward recomputes each block except its attention",
+        "full": "backward recomputes each block",
+    }
+    rounded = "moments are rounded, stochastically"
+    rows: list[tuple[bool, tuple[str, ...], str]] = [
+        (speed.loss_chunk is None, ("speed.loss_chunk=2048",), "none"),
+        (speed.compile is False, ("speed.compile=auto",), "a minute of compilation"),
+        *((speed.recompute not in ("full", r), (f"speed.recompute={r}",), price) for r, price in kept.items()),
+        (
+            speed.offload == "none" and not on_cpu,
+            ("speed.offload=inputs",),
+            "blocks' inputs go to the host's memory and back",
+        ),
+        (not parallel.reshard, ("parallel.reshard=true",), "blocks are gathered again in backward"),
+        (state not in ("8bit", "bfloat16"), ("optim.state=bfloat16",), rounded),
+        (state != "8bit", ("optim.state=8bit",), rounded),
+        (
+            dtype in ("auto", "float32", "bfloat16-autocast") and not on_cpu,
+            ("run.dtype=bfloat16-params",),
+            "weights and gradients are rounded to bfloat16",
+        ),
+        (not parallel.offload, ("parallel.offload=true",), "a step waits for the host's memory"),
+        (bool(lora), lora, learn),
+        (config.model.base != "nf4", (*lora, "model.base=nf4"), frozen),
+    ]
     # shorter packs: first as many more of them, whose gradients are added up, then fewer tokens a step
-    tokens, packs = config.data.tokens_per_pack, config.optim.accumulation
-    halvings = range(1, 1 + max(0, (tokens // _FEWEST_TOKENS).bit_length() - 1))
-    yield from ((f"{_PACK}={tokens >> times}", f"{_PACKS}={packs << times}") for times in halvings)
-    yield from ((f"{_PACK}={tokens >> times}",) for times in halvings)
+    tokens, packs, cut = config.data.tokens_per_pack, config.optim.accumulation, "longer samples are cut or dropped"
+    halved = range(1, 1 + max(0, (tokens // _FEWEST_TOKENS).bit_length() - 1))
+    shorter = [f"data.tokens_per_pack={tokens >> times}" for times in halved]
+    more = [f"optim.accumulation={packs << times}" for times in halved]
+    rows += [(True, pair, cut) for pair in zip(shorter, more, strict=True)]
+    rows += [(True, (pack,), f"{cut}, and a step has fewer tokens") for pack in shorter]
+    return [_Rung(settings, price) for is_change, settings, price in rows if is_change]
 
 
-def _differing(settings: Mapping[str, bool]) -> Iterator[tuple[str, ...]]:
-    return ((setting,) for setting, differs in settings.items() if differs)
-
-
-def _of_adapters(config: TrainConfig) -> Iterator[tuple[str, ...]]:
-    """Adapters, where all weights learn, and beside adapters a base in 4 bits."""
-    adapters = () if config.model.lora is not None else (f"model.lora.rank={LORA_RANK}",)
-    if adapters:
-        yield adapters
-    if config.model.base != "nf4":
-        yield (*adapters, _IN_4_BITS)
-
-
-def _tried(config: TrainConfig, settings: tuple[str, ...], devices: int, peak: Peak) -> Way | None:
+def _tried(config: TrainConfig, rungs: Sequence[_Rung], devices: int, peak: Peak) -> Way | None:
     """Memory plan with some settings on top of a configuration; None if they cannot take effect."""
+    settings = tuple(setting for rung in rungs for setting in rung.settings)
+    price = "; ".join(rung.price for rung in rungs) or "more devices"
     try:
-        changed = changed_config(config, {}, settings)
-        return Way(settings, devices, peak(changed, devices))
+        return Way(settings, devices, peak(changed_config(config, {}, settings), devices), price)
     except (ConfigError, UsageError):
         return None

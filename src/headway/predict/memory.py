@@ -23,18 +23,19 @@ from headway.count import CostModel, Workload
 from headway.count.activations import SavedActivations, bytes_of
 from headway.count.units import chosen_blocks, head_features, head_parameter, is_tied
 from headway.predict.activations import FLOAT32, pixel_bytes
-from headway.predict.backward import (
+from headway.predict.backward import BackwardBlock, Ends, backward_blocks, casts_weights, fullest_of_backward
+from headway.predict.recipe import Sharing, State
+from headway.predict.weights import (
     NO_UNIT,
-    BackwardBlock,
-    Ends,
+    Fixed,
+    Holding,
     Unit,
-    backward_blocks,
-    casts_weights,
-    fullest_point,
+    UnitName,
+    kept_casts,
+    shared,
+    trained_of_process,
     units_of,
 )
-from headway.predict.recipe import Sharing, State
-from headway.predict.weights import Fixed, UnitName, kept_casts, shared, trained_of_process
 
 MOMENTS = ("built", "first forward", "first backward", "first update", "forward", "backward", "update")
 """Names of the moments, in their order; the last three are moments of later steps."""
@@ -102,11 +103,6 @@ class MemoryPlan:
     moments: tuple[Moment, ...]  # bytes at each moment, in the order of a run
 
     @property
-    def always(self) -> int:
-        """Bytes that are held from step to step."""
-        return self.weights + self.base + self.optimizer + self.average
-
-    @property
     def fullest(self) -> Moment:
         """The moment of the peak."""
         return max(self.moments, key=lambda m: m.total)
@@ -155,12 +151,12 @@ def plan_memory(
     of_blocks = replace(state, accumulates=False, chunk=None)
     sharing_blocks = replace(sharing, reshard=True, reduce_each_pack=True)
     blocks = backward_blocks(cost_model, saved, pack, of_blocks, sharing_blocks)
-    units = units_of(cost_model, saved, state, sharing)
+    units = units_of(cost_model, saved, Holding.of(state, sharing))
     ends = _ends_of(saved, pack, sharing, head, units, new_gradients, sum(block.gradients for block in blocks))
 
     # parts at the fullest point of each moment; the first update makes the optimizer's state
     between = _between(cost_model, saved, pack, state, sharing, blocks, ends) | {"gradients": waiting}
-    walk = fullest_point(cost_model, saved, pack, of_blocks, sharing_blocks, ends, bool(new_gradients))
+    walk = fullest_of_backward(cost_model, saved, pack, of_blocks, sharing_blocks, ends, bool(new_gradients))
     walk = {**walk, "gradients": walk["gradients"] + waiting, "batch": between["batch"]}
     results = -(-pack.slots // sharing.sequence) * state.kept_results * state.compute_bytes
     for parts in (between, walk):
@@ -289,46 +285,27 @@ class _Head:
         return _Head(max(working, ends), 0, weight, weight_bytes * tied, stream)
 
 
-# Memory of a CUDA device that no tensor holds. None of it was measured here: it is why a run may fill nine tenths of
-# a device by its plan, and it is listed so that a reader can set it against that tenth.
 MIB = 2**20
-
-CONTEXT = 512 * MIB
-"""Allowance for CUDA's context and the kernels that are loaded with it, which differ by driver and device [bytes]."""
-
-COMMUNICATOR = 256 * MIB
-"""Allowance for the buffers of one NCCL communicator [bytes]: 4 MiB for each channel and each protocol that uses them.
-
-Source: NCCL_BUFFSIZE, 4 MiB by default, docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html.
-"""
-
-WORKSPACE = 32 * MIB
-"""Workspace of cuBLAS for a stream, as PyTorch gives it on Hopper; less on older devices [bytes].
-
-Source: docs.pytorch.org/docs/stable/notes/cuda.html, "cuBLAS workspaces".
-"""
-
-LARGE_SEGMENT, SMALL_SEGMENT = 20 * MIB, 2 * MIB
-"""Block that the allocator takes from the driver for one request of up to 10 MiB, and for requests up to 1 MiB [bytes].
-
-The rest of the last one of each is what it cannot use at worst, where segments grow; tensors themselves are rounded up
-to 512 bytes. Source: c10/core/AllocatorConfig.h of torch 2.13, kLargeBuffer and kSmallBuffer.
-"""
 
 
 def allowances(communicators: int) -> dict[str, int]:
     """List the memory that a CUDA device holds beside tensors [bytes].
 
-    Attention needs no entry: what its backward works on, in float32 and of the queries' shape, exists when the gated
-    product of the same block is gone, which is larger.
+    None of it was measured here: it is why a run may fill nine tenths of a device by its plan, and a reader can set it
+    against that tenth. Attention needs no entry: what its backward works on, in float32 and of the queries' shape,
+    exists when the gated product of the same block is gone, which is larger.
 
     Args:
         communicators: groups of processes that this one exchanges with; 0 for a lone one.
 
+    Source: cuBLAS: PyTorch's workspace on Hopper, docs.pytorch.org/docs/stable/notes/cuda.html. Communicators: NCCL's
+        4 MiB for each channel and protocol, docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html, NCCL_BUFFSIZE.
+        Segments: the rest of one for requests of up to 10 MiB and of one for up to 1 MiB at worst, where segments grow,
+        c10/core/AllocatorConfig.h of torch 2.13, kLargeBuffer and kSmallBuffer. The context differs by driver.
+
     >>> sum(allowances(communicators=0).values()) // 2**20
     566
     """
-    parts = {"CUDA context": CONTEXT, "cuBLAS workspace": WORKSPACE}
-    if communicators:
-        parts["communicators"] = communicators * COMMUNICATOR
-    return {**parts, "allocator's last segments": LARGE_SEGMENT + SMALL_SEGMENT}
+    parts = {"CUDA context": 512 * MIB, "cuBLAS workspace": 32 * MIB, "communicators": communicators * 256 * MIB}
+    parts["allocator's last segments"] = (20 + 2) * MIB
+    return {name: size for name, size in parts.items() if size}

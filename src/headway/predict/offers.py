@@ -41,19 +41,12 @@ _SHOWN = 2  # sizes of an offer: the smallest that is in time, and the next one,
 
 @dataclass(frozen=True)
 class Offer:
-    """Devices of a kind at a price.
+    """Devices of a kind at a price."""
 
-    Attributes:
-        device: of the table.
-        price: of a device-hour, in any currency.
-        most: devices that can be had.
-        name: of who offers them; "" for nobody.
-    """
-
-    device: Device
-    price: float
-    most: int = MOST_DEVICES
-    name: str = ""
+    device: Device  # device of the table
+    price: float  # price of a device-hour, in any currency
+    most: int = MOST_DEVICES  # devices that can be had
+    name: str = ""  # name of the seller; "" for nobody
 
     @property
     def title(self) -> str:
@@ -63,19 +56,12 @@ class Offer:
 
 @dataclass(frozen=True)
 class PricedRun:
-    """A run on so many devices of an offer.
+    """A run on so many devices of an offer."""
 
-    Attributes:
-        offer: devices that it runs on.
-        size: memory and time of a step.
-        settings: that make it fit, as assignments; none where it fits as it is.
-        totals: time and cost of the whole run.
-    """
-
-    offer: Offer
-    size: Prediction
-    settings: tuple[str, ...]
-    totals: RunTotals
+    offer: Offer  # offer of the devices
+    size: Prediction  # memory and time of a step
+    settings: tuple[str, ...]  # assignments that make it fit; none if it fits without
+    totals: RunTotals  # time and cost of the whole run
 
     @property
     def cost(self) -> float:
@@ -100,19 +86,12 @@ class PricedRun:
 
 @dataclass(frozen=True)
 class OfferResult:
-    """Sizes of an offer that are in time, or why none is.
+    """Sizes of an offer that are in time, or why none is."""
 
-    Attributes:
-        offer: it.
-        runs: the smallest number of devices that is in time first; none where none is.
-        why: a sentence where none is.
-        fastest: that could be planned, where none is in time; None where none could be planned, so that none is late.
-    """
-
-    offer: Offer
-    runs: tuple[PricedRun, ...]
-    why: str = ""
-    fastest: PricedRun | None = None
+    offer: Offer  # offer that was planned
+    runs: tuple[PricedRun, ...]  # sizes in time, the fewest devices first
+    why: str = ""  # reason why there is no size in time
+    fastest: PricedRun | None = None  # fastest size, if none is in time; None if none could be planned
 
 
 def read_offers(path: Path) -> tuple[Offer, ...]:
@@ -186,26 +165,16 @@ class OfferSearch:
 
     Sizes are planned one after the other, the smallest first, but for those that no device could be in time on: the
     run's FLOPs at their peak take longer.
-
-    Attributes:
-        config: the recipe.
-        predictor: of its model, on no device yet.
-        pattern: name and table of the samples; None for those of the recipe's plan section.
-        total: tokens to train on, of packs that are planned.
-        speeds: rates of a device.
-        within_s: time that the run may take [s]; None for any.
-        devices: number of devices; None to look for it.
-        passes: how often the run plays its data, at least 1.
     """
 
-    config: TrainConfig
-    predictor: Predictor
-    pattern: tuple[str, LengthTable] | None
-    total: Callable[[Packs], float]
-    speeds: Callable[[Device], Speeds]
-    within_s: float | None = None
-    devices: int | None = None
-    passes: float = 1.0
+    config: TrainConfig  # recipe
+    predictor: Predictor  # predictor of its model, on no device yet
+    pattern: tuple[str, LengthTable] | None  # name and table of the samples; None for the recipe's plan section
+    total: Callable[[Packs], float]  # tokens to train on, of packs that are planned
+    speeds: Callable[[Device], Speeds]  # rates of a device
+    within_s: float | None = None  # time that the run may take [s]; None for any
+    devices: int | None = None  # number of devices; None to look for it
+    passes: float = 1.0  # passes over the data, at least 1
     _flops: float = field(default=0.0, init=False)  # useful ones of the whole run, once a size of any offer is planned
 
     def run(self, offers: Sequence[Offer]) -> list[OfferResult]:
@@ -247,14 +216,15 @@ class OfferSearch:
             if count < counts[-1] and self._flops > count * peak * (self.within_s or math.inf):
                 continue
             try:
-                run = self._at(offer, predictor, count)
+                fitting = self._at(offer, predictor, count)
             except HeadwayError as error:
-                run = str(error).rstrip(".")
-            if isinstance(run, str):
-                why = run if count == 1 else f"{count:,} of them: {run}"
+                fitting = str(error).rstrip(".")
+            if isinstance(fitting, str):
+                why = fitting if count == 1 else f"{count:,} of them: {fitting}"
                 continue
-            is_late = self.within_s is not None and run.totals.seconds.expected > self.within_s
-            (slower if is_late else runs).append(run)
+            in_time = [run for run in fitting if run.totals.seconds.expected <= (self.within_s or math.inf)]
+            runs += in_time[:1]
+            slower += [] if in_time else fitting
             if len(runs) == _SHOWN:
                 break
         fastest = min(slower, key=lambda run: run.totals.seconds.expected, default=None)
@@ -282,17 +252,23 @@ class OfferSearch:
             raise PlanError("its memory is not known")
         return replace(self.predictor, device=device, speeds=self.speeds(device), links=Links.of_device(device))
 
-    def _at(self, offer: Offer, predictor: Predictor, count: int) -> PricedRun | str:
-        """The run on so many devices, with the least harmful settings that make it fit, or the reason why none do."""
+    def _at(self, offer: Offer, predictor: Predictor, count: int) -> list[PricedRun] | str:
+        """The run on so many devices, or the reason why it does not fit.
+
+        With the least harmful settings that make it fit, and without, where it is tight.
+        """
         size = at_size(predictor, self.config, count, self.pattern)
         self._flops = size.work.flops.total * self.total(size.work) / size.step.tokens
         if size.fit in ("fits", None):
-            return self._priced(offer, size, ())
+            return [self._priced(offer, size, ())]
         room = room_of(offer.device) or 0
+        tight = [self._priced(offer, size, ())] if size.fit == "tight" else []
         for settings in self._harmless(size, room):  # the gentlest first
             fitting = at_size(predictor, changed_config(self.config, {}, settings), count, self.pattern)
             if fitting.fit == "fits":
-                return self._priced(offer, fitting, settings)
+                return [self._priced(offer, fitting, settings), *tight]
+        if tight:
+            return tight
         need = f"{format_bytes(size.memory.peak)} do not fit {format_bytes(room)}"
         adapters = [way for way in size.ways if any("lora" in setting for setting in way.settings)]
         return f"{need}{', but adapters would: model.lora' if adapters and adapters[0].peak_bytes <= room else ''}"

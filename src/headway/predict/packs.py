@@ -27,35 +27,20 @@ from headway.predict.recipe import frozen_forward
 
 @dataclass(frozen=True)
 class Packs:
-    """Packs planned over typical lengths.
+    """Packs planned over typical lengths."""
 
-    Attributes:
-        lengths: where the lengths are from.
-        report: fill, balance and mixing.
-        counts: what became of over-long samples.
-        samples_per_pack: mean number of segments in a pack.
-        most_tokens: of the fullest pack [tokens].
-        most_patches: of the pack with the most [patches].
-        padded: tokens and patches of the pack that has the most where all its segments are as long as the longest.
-        mean_patches: of a pack on average [patches].
-        flops: of a mean step, all devices together, by component.
-        headed: share of tokens that the head runs on.
-        epoch_tokens: of all samples once, those that are left out not among them.
-        reference: FLOPs of the forward of a model that does not learn, likewise; None without one.
-    """
-
-    lengths: str
-    report: PlanReport
-    counts: OverlongCounts
-    samples_per_pack: float
-    most_tokens: int
-    most_patches: int
-    padded: tuple[int, int]
-    mean_patches: float
-    flops: FlopCount
-    epoch_tokens: int
-    reference: FlopCount | None = None
-    headed: float = 1.0
+    lengths: str  # source of the lengths
+    report: PlanReport  # fill, balance and mixing
+    counts: OverlongCounts  # fate of over-long samples
+    samples_per_pack: float  # mean number of segments in a pack
+    most_tokens: int  # tokens of the fullest pack
+    most_patches: int  # patches of the pack with the most
+    padded: tuple[int, int]  # most tokens and patches of a pack if all its segments were as long as the longest
+    mean_patches: float  # patches of a pack on average
+    flops: FlopCount  # FLOPs of a mean step of all devices, by component
+    epoch_tokens: int  # tokens of all samples once, without those that are left out
+    reference: FlopCount | None = None  # FLOPs of the forward of a model that does not learn, likewise
+    headed: float = 1.0  # share of tokens that the head runs on
 
     @property
     def tokens_per_sample(self) -> float:
@@ -137,20 +122,11 @@ def plan_packs(
     count = cost_model.count(work, recompute=recompute).split(len(full_steps))[0]
     second = frozen_forward(config, cost_model)
     reference = None if second is None else second.cost_model.count(work).split(len(full_steps))[0]
-    num_packs = sum(len(step.packs) for step in full_steps)
     # the most tokens and the most patches need not be in one pack
-    most = [
-        max(int(sizes[pack].sum()) for step in full_steps for pack in step.packs)
-        for sizes in (items.tokens, items.patches)
-    ]
-    padded = [
-        max(
-            int(np.count_nonzero(sizes[pack]) * sizes[pack].max(initial=0))
-            for step in full_steps
-            for pack in step.packs
-        )
-        for sizes in (items.tokens, items.patches)
-    ]
+    by_pack = [[sizes[pack] for step in full_steps for pack in step.packs] for sizes in (items.tokens, items.patches)]
+    most = [max(int(sizes.sum()) for sizes in packs) for packs in by_pack]
+    padded = [max(int(np.count_nonzero(sizes) * sizes.max(initial=0)) for sizes in packs) for packs in by_pack]
+    num_packs = len(by_pack[0])
     segments, patches = len(chosen) / num_packs, float(items.patches[chosen].sum()) / num_packs
     epoch = int(items.tokens.sum())
     return Packs(
@@ -172,16 +148,9 @@ def plan_packs(
 def _segments_of(
     table: LengthTable, rows: NDArray[Any], start: NDArray[Any], stop: NDArray[Any]
 ) -> tuple[NDArray[Any] | list[int], list[list[tuple[str, int]]]]:
-    """List the segments of the pieces of samples in packs; a sample is one piece, or several if it is split.
+    """Segments [tokens] of pieces of samples, and their splits, as `Workload` takes them.
 
-    Args:
-        table: of the samples' lengths.
-        rows: row of each piece's sample in the table, shape (P,).
-        start: first token of each piece in its sample, shape (P,).
-        stop: the token behind its last, shape (P,).
-
-    Returns:
-        Lengths of the segments [tokens], and their splits, as `Workload` takes them.
+    A piece is tokens `start` to `stop` of the sample in a row of the table; each array has the shape (P,).
     """
     if not table.segments and not table.branches:  # a segment each: packs of many devices are tens of millions
         return stop - start, []

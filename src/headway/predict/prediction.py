@@ -52,19 +52,12 @@ class RunTotals:
 
 @dataclass(frozen=True, eq=False)
 class OtherPacks:
-    """A step of as many tokens in other packs, which is faster.
+    """A step of as many tokens in other packs, which is faster."""
 
-    Attributes:
-        choice: it, with the settings that differ.
-        samples: share of the samples that are longer than its packs.
-        tokens: the share of the tokens that these samples have.
-        leaves_out: whether its packs leave out more samples than the recipe's.
-    """
-
-    choice: "Prediction"
-    samples: float
-    tokens: float
-    leaves_out: bool
+    choice: "Prediction"  # the choice, with the settings that differ
+    samples: float  # share of the samples that are longer than its packs
+    tokens: float  # share of the tokens that these samples have
+    leaves_out: bool  # true if its packs leave out more samples than the recipe's
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types."""

@@ -139,7 +139,7 @@ class Predictor:
         if config.speed.attention == "cudnn":
             state = replace(state, padded=padded or largest)
         engine, pack = engine_named(config.plan.engine), self._pack(config, *largest)
-        state = replace(state, logit_bytes=engine.logit_bytes)
+        state = replace(state, logit_bytes=engine.logit_bytes, update_copies=engine.update_copies)
         if engine.keeps and state.recompute.endswith("-attention"):  # chosen by operation, in each block
             rows = [row for row in self.cost_model.rows if row.features and row.module.endswith(engine.keeps)]
             num_results = sum(row.forward // (2 * row.features[0]) for row in rows if row.features)

@@ -59,6 +59,7 @@ class State:
     inputs_on_host: bool = False  # whether what enters recomputed blocks waits there for backward
     weighs: bool = False  # whether the output layer runs once more, for the losses that its chunks are weighed by
     logit_bytes: int | None = None  # bytes of a logit in the loss of another engine; None for Headway's loss
+    update_copies: int | None = None  # copies of weights that another engine's update makes; None for Headway's update
     kept_results: int = 0  # numbers of a token that linear modules of recomputed blocks gave, where they are kept
     chunk: int | None = None  # slots whose logits exist at a time [slots]; None for those of a whole pack
     base: Base | None = None  # form of frozen matrices, where not in the dtype of the products
@@ -67,19 +68,12 @@ class State:
 
 
 class FrozenForward(NamedTuple):
-    """A forward that a run computes beside the forwards of the model that learns.
+    """A forward that a run computes beside the forwards of the model that learns."""
 
-    Attributes:
-        name: of it, in words.
-        cost_model: of the model that runs, none of which is trained.
-        config: settings of a run that would compute it alone.
-        each_step: whether each step computes it of its packs; otherwise the data have it once, before the first step.
-    """
-
-    name: str
-    cost_model: CostModel
-    config: TrainConfig
-    each_step: bool
+    name: str  # name of the forward, in words
+    cost_model: CostModel  # ledger of the model that runs, none of which is trained
+    config: TrainConfig  # settings of a run that would compute it alone
+    each_step: bool  # true if each step computes it of its packs; else the data have it once, before the first
 
 
 def frozen_forward(config: TrainConfig, cost_model: CostModel) -> FrozenForward | None:

@@ -361,13 +361,14 @@ class Speeds:
         """Predict the time in which the host moves so many bytes of its own memory [s]."""
         return Cases(*(num_bytes / rate for rate in HOST_MEMORY))
 
-    def host_copy_s(self, num_bytes: float) -> Cases:
-        """Predict the time in which so many bytes are copied between device and host, one way [s]."""
-        return Cases(*(num_bytes / (share * self.host_bytes_per_s) for share in BANDWIDTH))
-
     def memory_s(self, num_bytes: float) -> Cases:
         """Predict the time in which so many bytes are moved [s]."""
         return Cases(*(num_bytes / rate for rate in self.bytes_per_s))
+
+
+def host_copy_s(num_bytes: float, bytes_per_s: float) -> Cases:
+    """Predict the time of copies between a device and its host's memory, one way, at a printed rate [s]."""
+    return Cases(*(num_bytes / (share * bytes_per_s) for share in BANDWIDTH))
 
 
 def _unknown(device: Device, lacks: str) -> PlanError:

@@ -37,7 +37,7 @@ from headway.predict.kernel_bytes import (
     update_launches,
 )
 from headway.predict.recipe import State
-from headway.predict.speeds import HEAD_SIZE, Cases, Shape, Speeds
+from headway.predict.speeds import HEAD_SIZE, Cases, Shape, Speeds, host_copy_s
 from headway.predict.weights import is_float8, spread_over, values_of_experts
 from headway.report.step_lines import NAMES, SLOW
 
@@ -63,40 +63,24 @@ _Kind = tuple[str, tuple[int, int] | None]
 
 @dataclass(frozen=True, slots=True)
 class TimeLine:
-    """A part of a predicted step.
+    """A part of a predicted step."""
 
-    Attributes:
-        key: which one, for programs; as in `headway explain`.
-        name: which one, for people.
-        seconds: its time [s].
-    """
-
-    key: str
-    name: str
-    seconds: Cases
+    key: str  # name for programs, as in `headway explain`
+    name: str  # name for people
+    seconds: Cases  # time [s]
 
 
 @dataclass(frozen=True)
 class StepForecast:
-    """A predicted step of all devices.
+    """A predicted step of all devices."""
 
-    Attributes:
-        lines: they add up to the step, case by case.
-        flops: useful FLOPs of a mean step, all devices together.
-        peak_flops_per_s: of all devices together [FLOP/s].
-        tokens: real tokens of a mean step, all devices together.
-        reference: forward of its packs that a stored reference takes, once, before the first step [s].
-        launches: operators that the host of each device launches for a step.
-        launching: that this takes the host, hidden or not [s].
-    """
-
-    lines: tuple[TimeLine, ...]
-    flops: int
-    peak_flops_per_s: float
-    tokens: float
-    reference: Cases = _NOTHING
-    launches: int = 0
-    launching: Cases = _NOTHING
+    lines: tuple[TimeLine, ...]  # lines that add up to the step, case by case
+    flops: int  # useful FLOPs of a mean step, all devices together
+    peak_flops_per_s: float  # peak of all devices together [FLOP/s]
+    tokens: float  # real tokens of a mean step, all devices together
+    reference: Cases = _NOTHING  # forward of its packs that a stored reference takes before the first step [s]
+    launches: int = 0  # operators that the host of each device launches for a step
+    launching: Cases = _NOTHING  # time that launches take the host, hidden or not [s]
 
     def before(self, tokens: float) -> Cases:
         """Time that a stored reference of so many tokens takes before the first step [s]."""
@@ -145,40 +129,23 @@ class StepForecast:
 
 @dataclass(frozen=True)
 class StepWork:
-    """Work of a mean step for the devices.
+    """Work of a mean step for the devices."""
 
-    Attributes:
-        flops: useful ones of all devices together, by component.
-        pack: a micro-batch of mean size, with its slots.
-        packs: micro-batches of each device in a step.
-        tokens: real tokens, all devices together.
-        segments: of a pack.
-        devices: how many there are.
-        sequence: devices that share each pack.
-        expert: devices that the experts of a layer are spread over.
-        shards: devices that share one copy of the optimizer's state.
-        gradients: numbers that a device adds up over a step's packs: of its slices where each pack's are summed over
-            devices, else of the whole model; None for all that learn.
-        balance: mean over heaviest FLOPs of the ranks, a fraction.
-        exchanges: what a device exchanges for a pack; None where that is taken to hide behind computing.
-        links: between the devices; None with `exchanges`.
-        making_s: that the data workers of a device take to make its packs [s]; 0 where they are taken to be ready.
-    """
-
-    flops: FlopCount
-    pack: Workload
-    packs: int
-    tokens: float
-    segments: float = 1.0
-    devices: int = 1
-    sequence: int = 1
-    expert: int = 1
-    shards: int = 1
+    flops: FlopCount  # useful FLOPs of all devices together, by component
+    pack: Workload  # a micro-batch of mean size, with its slots
+    packs: int  # micro-batches of each device in a step
+    tokens: float  # real tokens, all devices together
+    segments: float = 1.0  # segments of a pack
+    devices: int = 1  # number of devices
+    sequence: int = 1  # devices that share each pack
+    expert: int = 1  # devices that the experts of a layer are spread over
+    shards: int = 1  # devices that share one copy of the optimizer's state
+    # numbers that a device adds up over a step's packs: its slices if each pack's are summed, else all that it trains
     gradients: int | None = None
-    balance: float = 1.0
-    exchanges: Exchanges | None = None
-    links: Links | None = None
-    making_s: float = 0.0
+    balance: float = 1.0  # mean over heaviest FLOPs of the ranks, a fraction
+    exchanges: Exchanges | None = None  # exchanges of a device for a pack; None if they hide behind computing
+    links: Links | None = None  # links of the devices; None with `exchanges`
+    making_s: float = 0.0  # time in which the workers of a device make its packs [s]; 0 if packs are ready
 
 
 class StepTimes:
@@ -408,7 +375,7 @@ class StepTimes:
 
     def _copies_s(self, work: StepWork, state: State, forward: Cases, backward: Cases) -> Cases:
         """Time of copies to the host's memory beyond forward, and of copies back beyond backward [s]."""
-        copies = self._speeds.host_copy_s(work.packs * self._inputs(work, state) / work.sequence)
+        copies = host_copy_s(work.packs * self._inputs(work, state) / work.sequence, self._speeds.host_bytes_per_s)
         return Cases(
             *(max(0.0, copy - f) + max(0.0, copy - b) for copy, f, b in zip(copies, forward, backward, strict=True))
         )

@@ -52,23 +52,14 @@ _LEAST_RUN = {
 
 @dataclass(frozen=True)
 class MeasuredLengths:
-    """Lengths of all samples that can be used.
+    """Lengths of all samples that can be used."""
 
-    Attributes:
-        tokens: of each sample [tokens], shape (N,).
-        bad: rows that cannot be used.
-        images: pictures and videos in them.
-        are_documents: whether every token is learnt, so that long samples can be split.
-        empty: rows that hold nothing to learn, which training leaves out.
-        are_pairs: whether every sample is answers of which some are better.
-    """
-
-    tokens: np.ndarray[Any, np.dtype[Any]]
-    bad: int
-    images: int
-    are_documents: bool
-    empty: int = 0
-    are_pairs: bool = False
+    tokens: np.ndarray[Any, np.dtype[Any]]  # tokens of each sample, shape (N,)
+    bad: int  # rows that cannot be used
+    images: int  # pictures and videos in them
+    are_documents: bool  # true if every token is learnt, so that long samples can be split
+    empty: int = 0  # rows that hold nothing to learn, which training leaves out
+    are_pairs: bool = False  # true if every sample is answers with better ones among them
 
     @classmethod
     def of(cls, indices: Sequence[LengthIndex]) -> "MeasuredLengths":
@@ -113,23 +104,14 @@ class MeasuredLengths:
 
 @dataclass(frozen=True)
 class Suggestion:
-    """A configuration and the facts it is founded on.
+    """A configuration and the facts it is founded on."""
 
-    Attributes:
-        text: the YAML.
-        config: the same, read.
-        lengths: of the data.
-        epochs: passes over all samples.
-        steps_per_epoch: optimizer steps that play every sample once, on one device.
-        planned: the memory plan; None where no device was named.
-    """
-
-    text: str
-    config: TrainConfig
-    lengths: MeasuredLengths
-    epochs: int
-    steps_per_epoch: int
-    planned: Prediction | None
+    text: str  # YAML
+    config: TrainConfig  # the same, read
+    lengths: MeasuredLengths  # lengths of the data
+    epochs: int  # passes over all samples
+    steps_per_epoch: int  # optimizer steps that play every sample once, on one device
+    planned: Prediction | None  # memory plan; None where no device was named
 
 
 def suggest(
@@ -186,7 +168,7 @@ def suggest(
         raw["eval"] = {"at_end": True}
     # packs of a step for enough samples
     per_step = math.ceil(lengths.tokens.mean() * _SAMPLES_PER_STEP / pack)
-    steps, accumulation = _steps(data, raw["data"], cost_model, max(1, min(_SAMPLES_PER_STEP, per_step)))
+    steps, accumulation = _steps(data, raw, cost_model, max(1, min(_SAMPLES_PER_STEP, per_step)))
     raw["optim"] |= {"accumulation": accumulation} if accumulation > 1 else {}
     planned = None
     # packs of as many tokens a step that fit the device's memory and train fastest there, else other settings
@@ -194,7 +176,7 @@ def suggest(
         table = ", ".join(data), length_table(data, raw["data"].get("overlong", "error"))
         raw, planned = _fitted(raw, cost_model, device, _learning_rate(cost_model, lengths, adapters=True), table)
         raw["plan"] = {"device": device.key}
-        steps, accumulation = _steps(data, raw["data"], cost_model, raw["optim"].get("accumulation", 1))
+        steps, accumulation = _steps(data, raw, cost_model, raw["optim"].get("accumulation", 1))
         raw["optim"] |= {"accumulation": accumulation} if "accumulation" in raw["optim"] else {}
     # epochs for enough steps
     epochs = _epochs(steps, cost_model, lengths, from_scratch=not has_weights)
@@ -265,19 +247,12 @@ def _learning_rate(cost_model: CostModel, lengths: MeasuredLengths, *, adapters:
 
 
 class SuggestedObjective(NamedTuple):
-    """Objective that suits the samples better than cross-entropy.
+    """Objective that suits the samples better than cross-entropy."""
 
-    Attributes:
-        sections: of the configuration that ask for it.
-        comments: on its settings, by their names.
-        rate: factor on the usual learning rate.
-        why_rate: words on the rate, for its comment.
-    """
-
-    sections: Mapping[str, Any]
-    comments: Mapping[str, str]
-    rate: float
-    why_rate: str
+    sections: Mapping[str, Any]  # sections of the configuration that ask for it
+    comments: Mapping[str, str]  # comments on its settings, by their names
+    rate: float  # factor on the usual learning rate
+    why_rate: str  # words on the rate, for its comment
 
 
 def _objective(lengths: MeasuredLengths) -> SuggestedObjective | None:
@@ -347,12 +322,14 @@ def _other_packs(
 
 
 def _steps(
-    data: Mapping[str, LengthIndex], settings: Mapping[str, Any], cost_model: CostModel, accumulation: int
+    data: Mapping[str, LengthIndex], raw: dict[str, Any], cost_model: CostModel, accumulation: int
 ) -> tuple[int, int]:
     """Steps of one pass over all data on one device, and the accumulation that leaves enough of them."""
-    budget = Budget(settings["tokens_per_pack"], None, None)
+    config = parse_config(raw)
+    budget = Budget(config.data.tokens_per_pack, None, None)
     sources = {str(number): index for number, index in enumerate(data.values())}
-    items, _ = Items.build(sources, budget, settings.get("overlong", "error"), cost_model)
+    overlong, skips = config.data.overlong, config.skips_unlabelled
+    items, _ = Items.build(sources, budget, overlong, cost_model, skips_unlabelled=skips)
     if not len(items):
         raise DataError(f"No sample fits a pack of {budget.tokens} tokens.")
     order = Order.epochs(items.sizes, 1, seed=0)

@@ -11,7 +11,6 @@ import operator
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from headway.count import CostModel
 from headway.count.activations import SavedActivations
@@ -267,13 +266,14 @@ class Holding:
     float8: bool = False  # whether it gathers those of converted layers in float8, a byte for a number
     shards: int = 1  # processes that hold one copy of the weights between them
     expert: int = 1  # processes that the experts of a layer are spread over
+    reduce_bytes: int = FLOAT32  # bytes of a number in which gradients are summed
 
     @staticmethod
     def of(state: State, sharing: Sharing) -> "Holding":
         """Read the holding off a run's dtypes and sharing."""
         float8 = state.float8 is not None and state.float8.gathers and sharing.shards > 1 and not sharing.offload
         numbers = (state.weight_bytes, state.compute_bytes, state.base)
-        return Holding(*numbers, sharing.gathers, float8, sharing.shards, sharing.expert)
+        return Holding(*numbers, sharing.gathers, float8, sharing.shards, sharing.expert, sharing.reduce_bytes)
 
     def slices(self, cost_model: CostModel) -> CostModel:
         """Give each parameter the size of its slices together; a lone process has none."""
@@ -326,20 +326,31 @@ def _padded(num_bytes: int, parameter: Parameter, cut: Parameter) -> int:
     return num_bytes * cut.numel // parameter.numel if is_stack else num_bytes
 
 
-class UnitWeights(NamedTuple):
-    """Weights that FSDP2 gathers together.
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Weights that FSDP2 gathers together, and their buffers [bytes]; of a lone process, nothing.
 
-    Attributes:
-        stored: bytes as they are held, all slices together.
-        gathered: bytes as they are gathered.
-        learns: numbers of their gradient.
-        padded: the same with the filling of slices.
+    Each block is a unit, and so are what is left of a vision tower, the input embedding, the head, and the root with
+    the rest. Spread experts are a unit within their block. In a step,
+
+    * forward gathers a unit into one buffer and copies the whole weights out of it. The buffer stays until the next
+      unit is gathered, so the last one's is there as forward ends;
+    * behind a unit its weights are let go of, but for root and head, and but for all of them without resharding;
+    * backward gathers the unit again and, while it computes, the one before it;
+    * the unit's gradients come whole (`arriving`). Then its weights are let go of, and the gradients are laid out for
+      their sum over the processes (`summing`), which stay until those of the next unit have come.
+
+    Source: `foreach_all_gather_copy_out` and `foreach_reduce` in torch/distributed/fsdp/_fully_shard (torch 2.13).
     """
 
-    stored: int
-    gathered: int
-    learns: int
-    padded: int
+    stored: int = 0  # weights as they are held, all slices together
+    gathered: int = 0  # weights, whole, in the dtype of the products, with the filling of slices
+    arriving: int = 0  # gradients of the unit as backward makes them, whole, without the filling
+    summing: int = 0  # the same, laid out for their sum over the processes, with the filling
+
+
+NO_UNIT = Unit()
+"""Nothing is gathered."""
 
 
 UnitName = tuple[str, bool]
@@ -347,23 +358,27 @@ UnitName = tuple[str, bool]
 
 
 @remembered
-def weights_by_unit(cost_model: CostModel, saved: SavedActivations, holding: Holding) -> dict[UnitName, UnitWeights]:
-    """Add up the weights of each unit of FSDP2; `saved` names the blocks."""
+def units_of(cost_model: CostModel, saved: SavedActivations, holding: Holding) -> dict[UnitName, Unit]:
+    """Add up the units that FSDP2 gathers, of blocks and of the parts around them; none of a lone process.
+
+    `saved` names the blocks. Weights and sums have full slices, and gradients come without the filling.
+    """
+    if not holding.gathers:
+        return {}
     sizes, names = quantised_sizes(cost_model, holding.base), unit_names(cost_model, saved)
     in_float8 = float8_weights(cost_model) if holding.float8 else frozenset[str]()
     slices, number_bytes = holding.slices(cost_model).parameters, _number_bytes(cost_model, holding)
     sums: dict[UnitName, list[int]] = {}
     for parameter, cut, name, size in zip(cost_model.parameters, slices, names, number_bytes, strict=True):
         spread = spread_over(parameter, holding.expert)
+        own, filled = parameter.numel // spread, cut.numel // spread
+        stored, gathered = size * filled, (1 if parameter.name in in_float8 else holding.compute_bytes) * filled
         if parameter.name in sizes:
             stored = gathered = _padded(sizes[parameter.name], parameter, cut) // spread
-        else:
-            stored = size * (cut.numel // spread)
-            gathered = (1 if parameter.name in in_float8 else holding.compute_bytes) * (cut.numel // spread)
-        learns = (parameter.numel // spread, cut.numel // spread) if parameter.trainable else (0, 0)
+        sent = (holding.compute_bytes * own, holding.reduce_bytes * filled) if parameter.trainable else (0, 0)
         unit = sums.setdefault((name, spread > 1), [0, 0, 0, 0])
-        unit[:] = map(operator.add, unit, (stored, gathered, *learns))
-    return {unit: UnitWeights(*numbers) for unit, numbers in sums.items()}
+        unit[:] = map(operator.add, unit, (stored, gathered, *sent))
+    return {name: Unit(*numbers) for name, numbers in sums.items()}
 
 
 @remembered
@@ -408,6 +423,8 @@ class Fixed:
             return Fixed(0, 0, 0, 0, 0, 0, host=weights + base + gradients + optimizer + average)
         storage = UpdateOf(state.weight_bytes, state.moment_bytes, sharing.shards, state.one_pass)
         updating = updating_of(cost_model, in_slices, state.rule, storage)
+        if state.update_copies is not None:
+            updating = gradients * state.update_copies
         return Fixed(weights, base, gradients, optimizer, average, updating)
 
     def built(self) -> dict[str, int]:

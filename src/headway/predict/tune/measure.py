@@ -40,23 +40,14 @@ Command = Callable[[Path, int], list[str]]
 
 @dataclass(frozen=True)
 class Trial:
-    """Outcome of a run of a few steps.
+    """Outcome of a run of a few steps."""
 
-    Attributes:
-        outcome: whether it was measured.
-        flops_per_s: useful FLOPs of the timed steps over their time, all devices together [FLOP/s]; None without.
-        step_s: mean of the timed steps [s]; None without.
-        tokens_per_s: real tokens of the timed steps over their time, all devices together; None without.
-        peak_bytes: the most memory that a device held [bytes]; None where that is not recorded.
-        reason: why there is no time, in a line.
-    """
-
-    outcome: Outcome
-    flops_per_s: float | None = None
-    step_s: float | None = None
-    tokens_per_s: float | None = None
-    peak_bytes: int | None = None
-    reason: str = ""
+    outcome: Outcome  # measured, or the reason why not
+    flops_per_s: float | None = None  # useful FLOPs of the timed steps over their time, all devices [FLOP/s]
+    step_s: float | None = None  # mean of the timed steps [s]
+    tokens_per_s: float | None = None  # real tokens of the timed steps over their time, all devices
+    peak_bytes: int | None = None  # most memory that a device held [bytes]; None if it is not recorded
+    reason: str = ""  # reason why there is no time, in a line
 
 
 def measure(

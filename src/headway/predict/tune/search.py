@@ -48,25 +48,16 @@ _MIB = 2**20
 
 @dataclass(frozen=True, eq=False)
 class SearchResult:
-    """Result of a search.
+    """Result of a search."""
 
-    Attributes:
-        own: the recipe as it is.
-        candidates: choices whose time was predicted, the fastest first; those beyond the limit are among them.
-        shorter: the same of packs that leave out more of the samples than the recipe's own, up to `MOST_LOST`.
-        tried: choices whose memory was planned, or known from a thriftier one's.
-        packings: packs that were planned.
-        room_bytes: the limit [bytes]; None for none.
-        seconds: that the search took, wall time [s].
-    """
-
-    own: Prediction
-    candidates: tuple[Prediction, ...]
+    own: Prediction  # the recipe, unchanged
+    candidates: tuple[Prediction, ...]  # timed choices, the fastest first, those beyond the limit among them
+    # the same of packs that leave out more samples than the recipe's own, up to `MOST_LOST`
     shorter: tuple[Prediction, ...]
-    tried: int
-    packings: int
-    room_bytes: int | None
-    seconds: float
+    tried: int  # choices with a memory plan of their own or of a thriftier choice
+    packings: int  # packs that were planned
+    room_bytes: int | None  # limit [bytes]; None for none
+    seconds: float  # wall time of the search [s]
 
     def fits(self, candidate: Prediction) -> bool:
         """Tell whether a choice is within the limit."""
@@ -92,23 +83,14 @@ class SearchResult:
 
 @dataclass
 class Search:
-    """Looks for the fastest choices.
+    """Looks for the fastest choices."""
 
-    Attributes:
-        config: the recipe.
-        predictor: of its model.
-        devices: processes, a device each.
-        room_bytes: what each device may hold [bytes]; None for no limit.
-        lengths: name and table of the samples' lengths.
-        space: what is tried.
-    """
-
-    config: TrainConfig
-    predictor: Predictor
-    devices: int
-    room_bytes: int | None
-    lengths: tuple[str, LengthTable]
-    space: Space
+    config: TrainConfig  # recipe
+    predictor: Predictor  # predictor of its model
+    devices: int  # processes, a device each
+    room_bytes: int | None  # memory of each device [bytes]; None for no limit
+    lengths: tuple[str, LengthTable]  # name and table of the samples' lengths
+    space: Space  # settings that are tried
     _packs: dict[tuple[Any, ...], Packs | None] = field(default_factory=dict)
     _tried: int = 0
     _least: tuple[int, Values] = field(default_factory=lambda: (2**62, {}))
