@@ -73,6 +73,7 @@ def test_the_table_names_the_model_and_explains_the_columns(headway, lengths):
     assert "step      8 ranks x 1 packs" in result.out
     assert "balance: mean FLOPs of the ranks / FLOPs of the heaviest rank, as a mean over the steps." in result.out
     assert "best_fit" not in result.out
+    assert "does not say which tokens have a label" in " ".join(result.out.split())
 
 
 def test_a_step_costs_what_the_model_computes_for_it(headway, tmp_path):

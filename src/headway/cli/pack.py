@@ -153,7 +153,7 @@ def pack(
     strategies = {report.strategy: report.to_dict() for report in reports}
     print_result(
         lambda: {**settings, "sources": rows, "strategies": strategies},
-        lambda: _text(settings, counts, reports),
+        lambda: _text(settings, counts, reports, has_labels=bool(data)),
         as_json=as_json,
     )
 
@@ -229,7 +229,13 @@ def one_of(name: str, what: str, allowed: "Sequence[Name]") -> "Name":
     raise UsageError(f"Unknown {what} {name!r}. Allowed: {', '.join(allowed)}.")
 
 
-def _text(settings: dict[str, Any], counts: "Mapping[str, OverlongCounts]", reports: "Sequence[PlanReport]") -> str:
+def _text(
+    settings: dict[str, Any],
+    counts: "Mapping[str, OverlongCounts]",
+    reports: "Sequence[PlanReport]",
+    *,
+    has_labels: bool,
+) -> str:
     # All strategies pack the same samples, so that the first one's totals are everyone's.
     total = reports[0]
     left = [
@@ -276,6 +282,8 @@ def _text(settings: dict[str, Any], counts: "Mapping[str, OverlongCounts]", repo
         "mixing: spread of the mean segment length from step to step. Random packing has 1.",
         f"If each pack of {best.strategy} were a padded batch, {format_share(best.padding_loss)} would be padding.",
     ]
+    if not has_labels:
+        notes.append("--lengths does not say which tokens have a label, so the head's FLOPs are those of all tokens.")
     return "\n\n".join([render_pairs(pairs), render_table(columns, rows), render_lines(notes)])
 
 
