@@ -14,6 +14,7 @@ import json
 import os
 import statistics
 import tempfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,23 @@ from typer.testing import CliRunner
 import headway.cli.plan
 import headway.predict.saved
 from headway.cli.app import app
+from headway.config import ModelConfig
+from headway.count.activations import SavedActivations
 from record import RESULTS, describe_environment, environment, markdown_table, result_paths, write
 
 FACTS = Path(__file__).parent / "published.json"
 STEPS = 4  # planned; the last of an epoch is left out
 GIB = 2**30
+MEMORY_KINDS = """The fullest device [GiB], as printed and as planned. A plan counts the bytes that tensors hold, which
+is the peak of allocated memory. Reserved memory is what the allocator has taken from the driver, so it is more.
+
+| source | what its code prints |
+| --- | --- |
+| torchtitan, torchao | `reserved_bytes.all.peak` / 2**30 (torchtitan/components/metrics.py at b5bcd76) |
+| ms-swift | `max_memory_reserved` / 2**30 (swift/utils/torch_utils.py at 3602360); scripts say GB or GiB |
+| KempnerForge | `max_memory_allocated` / 2**30 (kempnerforge/metrics/memory.py) |
+| LitGPT | `max_memory_allocated` / 10**9 (litgpt/utils.py at 2685705) |
+"""
 SLOW_MEMORY = """
 [h100-500w]
 names = ["H100 with HBM2e, 500 W"]
@@ -48,9 +61,22 @@ read_on = 2026-11-25
 """
 """A card of torchtitan's pages, as a user's own table has it."""
 
+_saved_as_trained = headway.predict.saved.saved_as_trained
+
+
+@functools.cache
+def _saved_once(model: str, precision: str, packages: frozenset[str]) -> SavedActivations:
+    return _saved_as_trained(ModelConfig.model_validate_json(model), precision, packages=packages)
+
+
+def saved_as_trained(model: ModelConfig, precision: str, *, packages: frozenset[str]) -> SavedActivations:
+    """Activations of a model, traced once for all rows that ask."""
+    return _saved_once(model.model_dump_json(), precision, packages)
+
+
 # Rows of one model ask for its ledger and its activations again: each is traced once.
 headway.cli.plan.resolve_cost_model = functools.cache(headway.cli.plan.resolve_cost_model)
-headway.predict.saved.shipped_activations = functools.cache(headway.predict.saved.shipped_activations)
+headway.predict.saved.saved_as_trained = saved_as_trained
 
 
 def main() -> None:
@@ -115,6 +141,7 @@ def planned(row: dict[str, Any], models: dict[str, Any], folder: Path) -> dict[s
         "predicted_tokens_per_s": [rate / row["devices"] for rate in time["tokens_per_s"]],
         "predicted_mfu": [language / flops["total"] * mfu for mfu in time["mfu"]],
         "predicted_memory_gib": plan["memory"]["peak"] / GIB,
+        "kind": "experts" if plan["params"]["active"] < plan["params"]["total"] else "dense",
         "fits": plan["fits"],
     }
 
@@ -129,10 +156,15 @@ def error_of(row: dict[str, Any]) -> float | None:
     return 0.0 if low <= mfu <= high else mfu / (low if mfu < low else high) - 1
 
 
-def group_of(row: dict[str, Any]) -> str:
-    """Group of a row in the medians: its device, with what needs rates of its own apart."""
-    device = "A100 and A800" if row["device"].startswith("A") else row["device"].partition(" v")[0]
-    return f"{device}, {row['group']}" if "group" in row else device
+def device_of(row: dict[str, Any]) -> str:
+    """Device of a row, with the limit of its power."""
+    return f"{row['device']} at {row['power_w']} W" if "power_w" in row else str(row["device"])
+
+
+def kind_of(row: dict[str, Any]) -> str:
+    """Kind of a row's model, by what its plan has of it, and precision of its products."""
+    what = "adapters" if any(setting.startswith("model.lora") for setting in row["settings"]) else row["kind"]
+    return f"{what}, {'float8' if 'run.dtype=float8' in row['settings'] else 'bfloat16'}"
 
 
 def render(record: dict[str, Any]) -> str:
@@ -141,6 +173,7 @@ def render(record: dict[str, Any]) -> str:
     fitted = [row for row in timed if not row.get("held_back")]
     held = [row for row in timed if row.get("held_back")]
     remembered = [row for row in record["rows"] if "memory_gib" in row]
+    of_memory = medians_tables(remembered, memory_error, {"printed memory": memory_kind_of, "device": device_of})
     sources = [f"* {name}: [{source['title']}]({source['address']})" for name, source in record["sources"].items()]
     sections = [
         "# Plans beside published runs\n\n"
@@ -148,29 +181,41 @@ def render(record: dict[str, Any]) -> str:
         "Each row is planned by `headway plan` with the settings beside it, nothing was trained. Rates of devices and "
         "of engines are fitted to the rows of the first table; those of the second were held back. Facts as read on "
         f"{record['read_on']} from:\n\n" + "\n".join(sources) + "\n",
-        "## Medians of the error\n\n" + medians_table(fitted, held) + "\n",
+        "## Medians of the error\n\n"
+        + medians_tables(timed, error_of, {"device": device_of, "kind": kind_of})
+        + f"\n\n{sum(map(inside, timed))} of {len(timed)} lie in the predicted range.\n",
         "## Rows that rates are fitted to\n\n" + rows_table(fitted) + "\n",
         "## Rows held back\n\n" + rows_table(held) + "\n",
-        "## Memory\n\nThe fullest device [GiB], as printed and as planned.\n\n" + memory_table(remembered) + "\n",
+        f"## Memory\n\n{MEMORY_KINDS}\n{of_memory}\n\n{memory_table(remembered)}\n",
     ]
     return "\n".join(sections)
 
 
-def medians_table(fitted: list[dict[str, Any]], held: list[dict[str, Any]]) -> str:
-    """Median and absolute median of the error by group."""
-    cells = []
-    for label, rows in (("fitted", fitted), ("held back", held)):
-        groups = sorted({group_of(row) for row in rows})
-        for group in (*groups, "all") if groups else ():
-            of_group = [row for row in rows if group in ("all", group_of(row))]
-            errors = [error for row in of_group if (error := error_of(row)) is not None]
-            within = sum(inside(row) for row in of_group)
-            cells.append([f"{group}, {label}", str(len(errors)), *_medians(errors), f"{within} of {len(errors)}"])
-    headings = ["rows", "number", "median error", "absolute", "within the range"]
-    return markdown_table(headings, cells)
+def medians_tables(
+    rows: list[dict[str, Any]],
+    error: Callable[[dict[str, Any]], float | None],
+    groups: Mapping[str, Callable[[dict[str, Any]], str]],
+) -> str:
+    """Median and absolute median of an error, a table for each way to group the rows."""
+    parts = {"": rows}
+    parts |= {"fitted: ": [row for row in rows if not row.get("held_back")]}
+    parts |= {"held back: ": [row for row in rows if row.get("held_back")]}
+    names = [f"{part}{what}" for part in parts for what in ("number", "median", "absolute")]
+    tables = []
+    for heading, group_of in groups.items():
+        cells = []
+        for group in (*sorted({group_of(row) for row in rows}), "all"):
+            cells.append([group])
+            for part in parts.values():
+                errors = [error(row) for row in part if group in ("all", group_of(row))]
+                cells[-1] += [str(len(errors)), *_medians([number for number in errors if number is not None])]
+        tables.append(markdown_table([heading, *names], cells))
+    return "\n\n".join(tables)
 
 
 def _medians(errors: list[float]) -> list[str]:
+    if not errors:
+        return ["-", "-"]
     return [f"{100 * statistics.median(errors):+.0f} %", f"{100 * statistics.median(map(abs, errors)):.1f} %"]
 
 
@@ -208,15 +253,25 @@ def rows_table(rows: list[dict[str, Any]]) -> str:
     return markdown_table(headings, cells)
 
 
+def memory_kind_of(row: dict[str, Any]) -> str:
+    """Kind of memory that a row's page prints, and its source."""
+    return f"{row['memory_kind']}, {row['source']}"
+
+
+def memory_error(row: dict[str, Any]) -> float:
+    """Planned over printed memory, less 1."""
+    return float(row["predicted_memory_gib"] / row["memory_gib"] - 1)
+
+
 def memory_table(rows: list[dict[str, Any]]) -> str:
     """Planned memory beside pages."""
     cells = [
         [str(row["number"]), row["source"], row["model"], f"{row['devices']:,} {row['device']}",
-         f"{row['memory_gib']:.1f}", f"{row['predicted_memory_gib']:.1f}",
-         f"{100 * (row['predicted_memory_gib'] / row['memory_gib'] - 1):+.0f} %"]
+         row.get("memory_printed", f"{row['memory_gib']:g} GiB"), row["memory_kind"], f"{row['memory_gib']:.1f}",
+         f"{row['predicted_memory_gib']:.1f}", f"{100 * memory_error(row):+.0f} %"]
         for row in rows
     ]  # fmt: skip
-    return markdown_table(["row", "source", "model", "devices", "printed", "planned", "error"], cells)
+    return markdown_table(["row", "source", "model", "devices", "as printed", "kind", "GiB", "planned", "error"], cells)
 
 
 if __name__ == "__main__":

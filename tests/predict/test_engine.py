@@ -166,6 +166,16 @@ def test_a_kernel_that_a_device_does_not_have_is_refused():
         )
 
 
+def test_lists_of_tensors_take_the_weights_once_more_in_an_update(headway):
+    """Source: `_foreach_doc` of torch/optim/optimizer.py, "~ sizeof(params) more peak memory"."""
+    run = ("plan", "qwen3-0.6b", "--device", "H100", "--json", "--set", "run.dtype=bfloat16-params")
+    own, trainer = (
+        json.loads(headway(*run, "--set", f"plan.engine={name}").out) for name in ("headway", "transformers")
+    )
+    assert trainer["memory"]["updating"] == 2 * trainer["params"]["total"]
+    assert own["memory"]["updating"] < trainer["memory"]["updating"]
+
+
 def test_the_engine_of_a_changed_recipe_is_the_changed_one():
     changed = changed_config(config_of(), {"plan.engine": "nanochat"})
     assert engine_named(changed.plan.engine).title == "nanochat"
