@@ -91,7 +91,7 @@ class Attention:
     """Heads of one attention, and who computes it."""
 
     block: str  # block that computes it
-    driver: str  # its tokens: the language model's, or patches
+    driver: str  # tokens of the language model, or patches
     heads: int  # heads of queries
     key_heads: int  # heads of keys and values; divides `heads`
     size: int  # numbers of a query or key in a head

@@ -137,7 +137,7 @@ def _ladder(config: TrainConfig) -> list[_Rung]:
     lora = () if config.model.lora is not None else (f"model.lora.rank={LORA_RANK}",)
     learn = "adapters learn, and the model's own weights stay as they are"
     frozen = "; ".join([learn] * bool(lora) + ["the frozen weights are rounded to 4 bits"])
-    kept = {
+    prices = {
         "full,-attention,-projections,-mlp": "backward recomputes the elementwise operations of each block",
         "full,-attention": "backward recomputes each block except its attention",
         "full": "backward recomputes each block",
@@ -146,7 +146,7 @@ def _ladder(config: TrainConfig) -> list[_Rung]:
     rows: list[tuple[bool, tuple[str, ...], str]] = [
         (speed.loss_chunk is None, ("speed.loss_chunk=2048",), "none"),
         (speed.compile is False, ("speed.compile=auto",), "a minute of compilation"),
-        *((speed.recompute not in ("full", r), (f"speed.recompute={r}",), price) for r, price in kept.items()),
+        *((speed.recompute not in ("full", r), (f"speed.recompute={r}",), price) for r, price in prices.items()),
         (
             speed.offload == "none" and not on_cpu,
             ("speed.offload=inputs",),
