@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from headway.cli.pack import _measured
+from headway.cli.pack import _lengths
 from headway.cli.resolve import resolve_cost_model
 from headway.count import Workload
 from headway.data import Encoder
@@ -161,10 +161,7 @@ def test_data_need_a_model_and_lengths_no_data(headway, tmp_path):
     assert bounded.code == 2
     assert "cannot take effect with --lengths" in " ".join(bounded.err.split())
     shrunk = headway("pack", "--lengths", table, "--packing-length", 10, "--media", "fps=1")
-    assert (shrunk.code, "--media fps=1 limits the images and videos of DATA" in " ".join(shrunk.err.split())) == (
-        2,
-        True,
-    )
+    assert (shrunk.code, "--media fps=1 is for DATA" in " ".join(shrunk.err.split())) == (2, True)
 
 
 TABLE = "tokens\n5\n25\n"
@@ -239,14 +236,14 @@ def test_two_files_of_one_name_are_told_apart_by_their_folders(tmp_path, monkeyp
         (tmp_path / name).mkdir()
         write(tmp_path, '{"text": "one two"}\n', f"{name}/train.jsonl")
     paths = [str(tmp_path / name / "train.jsonl") for name in ("pictures", "words")]
-    assert list(_measured([*paths, paths[0]], str(model), None, {})) == ["pictures/train", "words/train"]
+    assert list(_lengths([*paths, paths[0]], None, str(model), None, {}, None)) == ["pictures/train", "words/train"]
 
 
 def test_a_column_is_read_by_the_name_that_the_dataset_gives_it(headway, tmp_path, monkeypatch):
     monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path / "cache"))
     model = write_processor(tmp_path / "model", ["one two"], patch_size=8)
     path = write(tmp_path, '{"satz": "one two"}\n', "train.jsonl")
-    measured = _measured([str(path)], str(model), None, {"text": "satz"})
+    measured = _lengths([str(path)], None, str(model), None, {"text": "satz"}, None)
     assert measured["train"].ok.all()
     result = headway("pack", "--lengths", path, "--packing-length", 64, "--column", "text=satz")
     assert (result.code, "cannot take effect with --lengths" in " ".join(result.err.split())) == (2, True)

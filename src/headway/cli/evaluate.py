@@ -71,12 +71,13 @@ def evaluate(
         from headway.answer.model_folder import find_model, make_encoder, open_model
         from headway.config import RunConfig, load_config
         from headway.config.model import SpeedConfig
+        from headway.data.chat_settings import ChatSettings
         from headway.log.run_files import CONFIG
         from headway.models.head import model_with_loss
         from headway.models.parallel.ranks import join_ranks
         from headway.models.vision import vision_geometry
 
-    chats = opened.read_template(chat_template)
+    chats = ChatSettings.of(chat_template)
     location = find_model(model, opening.base, best=opening.best, average=opening.ema)
     config = load_config(location.run / CONFIG) if location.run is not None else None
     samples = _samples(data, config, max_samples)  # a typo is told before a model is read

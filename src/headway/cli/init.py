@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headway.cli.index import build_indices
-from headway.cli.opened import read_template
 from headway.cli.options import ChatTemplateOption, ColumnOption, JsonOption, column_names, devices_from
 from headway.cli.output import needs_extra, print_result, warn
 from headway.cli.resolve import resolve_ledger
@@ -89,7 +88,7 @@ def init(
     from headway.data.processor_settings import ProcessorSettings
 
     # Lengths of the data by the model's own tokenizer and processor.
-    processing = ProcessorSettings(read_template(chat_template) or ChatSettings())
+    processing = ProcessorSettings(ChatSettings.of(chat_template))
     indices = build_indices(sources, path, None, settings=processing)
     from headway.config.model import ModelConfig
 

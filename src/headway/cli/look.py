@@ -12,7 +12,6 @@ import typer
 
 from headway.cli import options
 from headway.cli.index import build_indices
-from headway.cli.opened import read_template
 from headway.cli.output import needs_extra, print_result, say, warn
 from headway.cli.resolve import resolve_cost_model
 from headway.errors import DataError, UsageError
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from headway.config import TrainConfig
     from headway.data import Budget, Encoder
     from headway.data.index import LengthIndex
-    from headway.data.look import DataView, ShownMedia, ShownRow
+    from headway.data.look import DataView, ShownRow, ShownSample
     from headway.data.processor_settings import ProcessorSettings
     from headway.data.sources import Source
     from headway.packing import OverlongCounts
@@ -129,7 +128,7 @@ def look(
     if config is not None:
         shown = _of_config(config, rows, num_packs, ranks or 1)
     else:
-        settings = ProcessorSettings(read_template(chat_template) or ChatSettings(), options.media_bounds(media))
+        settings = ProcessorSettings(ChatSettings.of(chat_template), options.media_bounds(media))
         chosen: dict[str, Any] = {"ranks": ranks or 1, "overlong": overlong or "drop", "seed": seed or 0}
         chosen |= {"packing_length": packing_length, "settings": settings, "columns": options.column_names(column)}
         shown = _of_data(data, model or "", rows, num_packs, max_characters, **chosen)
@@ -206,20 +205,13 @@ def _of_data(
 
 def _of_config(config: "TrainConfig", rows: range, num_packs: int, ranks: int) -> "DataView":
     """Packs that a training would see, by its own sources, order, budget and costs."""
-    from headway.answer.model_folder import make_encoder
-    from headway.config.model import family_settings
     from headway.data.encoders import prepare_encoder
     from headway.data.processor_settings import ProcessorSettings
-    from headway.models import load_model_config as load_architecture
-    from headway.models import load_processor
     from headway.models.load import load_model
-    from headway.models.new_rows import embedding_rows
     from headway.optim import adapt, freeze, rows_for_new_tokens
-    from headway.packing.items import Items
-    from headway.packing.order import Order
-    from headway.packing.plan import Plan
     from headway.tracing import trace
-    from headway.train.data import budget_of, open_stages, overlong_of
+    from headway.train.data import budget_of, open_stages, plan_of
+    from headway.train.prepare import encoder_of_run
 
     data = config.data
     if data.stream is not None:
@@ -230,37 +222,15 @@ def _of_config(config: "TrainConfig", rows: range, num_packs: int, ranks: int) -
     with working(f"tracing {config.model.path}"):
         shell = load_model(config.model.path, random_init=True, device="meta", rows=rows_for_new_tokens(config.model))
         costs = adapt(shell, freeze(shell, trace(shell), config.model.freeze), config.model)
-    # The processor as training changes it.
-    settings = ProcessorSettings.of(**config.of_processor())
-    processor = load_processor(config.model.path)
-    settings.write_into(processor, embedding_rows(load_architecture(config.model.path)))
-    encoder = make_encoder(
-        processor,
-        shell,
-        max_image_pixels=data.max_image_pixels,
-        max_characters=data.max_characters,
-        family=family_settings(config.model.family, shell.config),
-    )
+    encoder = encoder_of_run(config, shell)
     prepare_encoder(config, shell, costs, encoder)
+    settings = ProcessorSettings.of(**config.of_processor())
     indices = _indices(sources, config.model.path, data.max_characters, settings)
     if encoder.shares_prompts:
         costs = costs.with_splits()
         indices = {name: index.with_prompts_once() for name, index in indices.items()}
-    # The plan of the run itself: the same items, order and packs.
+    plan, counts = plan_of(config, stages, indices, costs, ranks, encoder.dropout(config.run.seed))
     budget = budget_of(data)
-    dropout = encoder.dropout(config.run.seed)
-    skips = config.skips_unlabelled
-    items, counts = Items.build(indices, budget, overlong_of(data), costs, dropout, skips_unlabelled=skips)
-    plan = Plan(
-        items,
-        Order(items.sizes, stages, seed=data.seed, tells_epochs=dropout is not None),
-        budget,
-        ranks * config.optim.accumulation,
-        strategy=data.strategy,
-        seed=data.seed,
-        window=data.window,
-        accumulation=config.optim.accumulation,
-    )
     return _planned(config.model.path, sources, indices, encoder, rows, plan, counts, budget, num_packs)
 
 
@@ -325,28 +295,12 @@ def _record(shown: "DataView") -> dict[str, Any]:
         }
         if isinstance(sample, ShownSample):
             record |= {"desirable": sample.desirable} if sample.desirable is not None else {}
-            record |= {"media": _media(sample.media), "pieces": [asdict(piece) for piece in sample.pieces]}
+            record |= _shown(sample)
         else:
-            record["answers"] = [
-                {
-                    "lengths": asdict(answer.lengths),
-                    "media": _media(answer.media),
-                    "pieces": [asdict(piece) for piece in answer.pieces],
-                }
-                for answer in sample.answers
-            ]
+            record["answers"] = [{"lengths": asdict(answer.lengths), **_shown(answer)} for answer in sample.answers]
         samples.append(record)
     # Packs in the order of their steps, and what became of the samples of each source.
-    packs = [
-        {
-            "step": pack.step,
-            "tokens": pack.tokens,
-            "patches": pack.patches,
-            "flops": pack.flops,
-            "items": [asdict(item) for item in pack.items],
-        }
-        for pack in shown.packs
-    ]
+    packs = [{"tokens": pack.tokens, **asdict(pack)} for pack in shown.packs]
     counts = {name: count.to_dict() for name, count in shown.counts.items()}
     bad = [str(error) for error in shown.bad]
     budget = None if shown.budget is None else shown.budget.tokens
@@ -354,8 +308,9 @@ def _record(shown: "DataView") -> dict[str, Any]:
     return {**head, "samples": samples, "packs": packs}
 
 
-def _media(media: "Sequence[ShownMedia]") -> list[dict[str, Any]]:
-    return [
+def _shown(sample: "ShownSample") -> dict[str, Any]:
+    media = [
         {"kind": item.kind, "file": str(item.media), "size": item.size, "grid": item.grid, "frames": item.frames}
-        for item in media
+        for item in sample.media
     ]
+    return {"media": media, "pieces": [asdict(piece) for piece in sample.pieces]}

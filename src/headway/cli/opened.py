@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from headway.answer.generate import AnswerGenerator
     from headway.answer.model_folder import OpenedModel
     from headway.config import RunConfig
-    from headway.data.chat_settings import ChatSettings
     from headway.models.precision import Precision
 
 
@@ -121,8 +120,9 @@ def open_where(
 
         from headway.answer.model_folder import find_model, open_model
         from headway.config import RunConfig
+        from headway.data.chat_settings import ChatSettings
 
-        chats = read_template(chat_template)
+        chats = ChatSettings.of(chat_template)
         location = find_model(model, opening.base, best=opening.best, average=opening.ema)
         where, precision = chosen_device(RunConfig(folder=Path(), device=opening.device))
         chosen = precision.compute if opening.dtype is WeightDtype.auto else getattr(torch, opening.dtype.value)
@@ -130,17 +130,6 @@ def open_where(
     if loaded.is_average:
         say(f"{location.path}: the moving average of the weights, which --no-ema leaves out", on_stderr=True)
     return loaded, where
-
-
-def read_template(file: str | None) -> "ChatSettings | None":
-    """Read the file of a chat template; None where none is named.
-
-    Raises:
-        ConfigError: it cannot be read, or is not a template.
-    """
-    from headway.data.chat_settings import ChatSettings
-
-    return None if file is None else ChatSettings.of(file)
 
 
 def chosen_device(run: "RunConfig") -> "tuple[torch.device, Precision]":

@@ -17,7 +17,6 @@ from headway.report import Column, format_count, format_flops, format_share, ren
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from headway.data.index import LengthIndex
     from headway.packing import Budget, OverlongCounts, PlanReport
     from headway.packing.items import Lengths
 
@@ -175,32 +174,13 @@ def _lengths(
             "Parquet file with a column `tokens`."
         )
     if lengths is not None:
-        if max_characters is not None:
-            raise UsageError(
-                f"--max-characters {max_characters} limits the texts of DATA, so it cannot take effect with "
-                "--lengths. Leave it out."
-            )
-        if columns:
-            raise UsageError(
-                f"--column {next(iter(columns))} names a column of DATA, so it cannot take effect with --lengths. "
-                "Leave it out."
-            )
-        if media:
-            raise UsageError(
-                f"--media {media[0]} limits the images and videos of DATA, so it cannot take effect with "
-                "--lengths. Leave it out."
-            )
+        of_data = {"--max-characters": max_characters, "--column": next(iter(columns), None)}
+        for option, value in (of_data | {"--media": media[0] if media else None}).items():
+            if value is not None:
+                raise UsageError(
+                    f"{option} {value} is for DATA, so it cannot take effect with --lengths. Leave it out."
+                )
         return {lengths.stem: read_lengths(lengths)}
-    return _measured(data or [], model, max_characters, columns, media)
-
-
-def _measured(
-    data: list[str],
-    model: str | None,
-    max_characters: int | None,
-    columns: dict[str, str],
-    media: list[str] | None = None,
-) -> "Mapping[str, LengthIndex]":
     if model is None:
         raise UsageError(
             "DATA needs --model, a folder or a Hub id, because the model's tokenizer and processor measure the samples."
@@ -209,7 +189,7 @@ def _measured(
         from headway.data.processor_settings import ProcessorSettings
         from headway.data.sources import open_source
         from headway.data.sources.opening import own_names
-    data = list(dict.fromkeys(data))
+    data = list(dict.fromkeys(data or []))
     names = zip(data, own_names(data), strict=True)
     sources = [open_source(path, name=name, columns=columns) for path, name in names]
     settings = ProcessorSettings(sizes=options.media_bounds(media))
