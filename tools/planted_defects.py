@@ -231,8 +231,8 @@ DEFECTS = (
     Defect(
         "a check does not compare the order of steps",
         "train/check.py",
-        'if chain["digest"] == steps.chain(chain["since"], step):',
-        "if chain:",
+        "if chain != steps.chain[step]:",
+        "if not chain:",
         ("tests/train/test_check.py",),
     ),
     Defect(

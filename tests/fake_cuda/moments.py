@@ -7,7 +7,7 @@ them. Every living storage on the device is counted, in units of the allocator's
 from collections import Counter
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 from unittest.mock import patch
@@ -182,7 +182,9 @@ def batch_of(kind: str, model: Any, config: TrainConfig) -> Batch:
     )
     rule, is_video = rope_index(model), _kind(kind) == "video"
     samples = PACKS.get(kind) or PACKS["little text" if kind.startswith("little") else "text"]
-    return collator([steps.encoded(model.config, rule, *sample, is_video=is_video) for sample in samples]).dealt(None)
+    packed = [steps.encoded(model.config, rule, *sample, is_video=is_video) for sample in samples]
+    # a plan allows for a label on every token, with which the head holds most
+    return collator([replace(sample, labels_S=sample.input_ids_S) for sample in packed]).dealt(None)
 
 
 def run_moments(kind: str, config: TrainConfig, *, detail: bool = False) -> tuple[Moments, MemoryPlan]:

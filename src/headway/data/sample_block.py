@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 from zlib import crc32
 
 import numpy as np
@@ -23,7 +23,7 @@ from headway.data.encoded import EncodedSample
 from headway.data.media.joining import Joinable, Joining
 from headway.data.media.tensors import MediaTensors
 from headway.data.samples import Origin
-from headway.packing.parts import KINDS, SamplePart
+from headway.packing.parts import KINDS, Kind, SamplePart
 
 VERSION = 2  # version of the layout; raised when files of an earlier one cannot be read
 
@@ -128,12 +128,14 @@ def _read_entry(content: NDArray[np.uint8], source: str, file: str, row: int) ->
         end = at + math.prod(shape) * _DTYPES[name].itemsize
         tensors.append(torch.from_numpy(content[at:end]).view(_DTYPES[name]).view(shape))
         at = end + -end % _WORD
-    parts = [SamplePart(KINDS[KINDS.index(kind)], *sizes) for kind, *sizes in facts["parts"]]
+    parts = [SamplePart(cast("Kind", KINDS[KINDS.index(kind)]), *sizes) for kind, *sizes in facts["parts"]]
     files = tuple((path, tuple(state)) for path, state in facts["files"])
     numbers = [facts[name] for name in _NUMBERS] + [number for name in _LISTS for number in facts[name]]
     numbers += [number for part in parts for number in astuple(part)[1:]]
     if not all(isinstance(number, int) for number in (*numbers, *(number for _, state in files for number in state))):
         return None
+    counts: dict[str, Any] = {name: facts[name] for name in _NUMBERS}
+    counts |= {name: tuple(facts[name]) for name in _LISTS}
     remaining = iter(tensors)
     sample = EncodedSample(
         input_ids_S=next(remaining),
@@ -149,8 +151,7 @@ def _read_entry(content: NDArray[np.uint8], source: str, file: str, row: int) ->
         processed={name: Joinable(next(remaining), Joining(*rule)) for name, rule in facts["processed"].items()},
         parts=tuple(parts),
         latent_images=tuple(remaining),
-        **{name: facts[name] for name in _NUMBERS},
-        **{name: tuple(facts[name]) for name in _LISTS},
+        **counts,
     )
     return StoredSample(sample, files, facts["encoding_s"])
 
