@@ -173,7 +173,7 @@ def predicted(kind: str, config: TrainConfig, batch: Batch, *, devices: int = 1)
 def batch_of(kind: str, model: Any, config: TrainConfig) -> Batch:
     """A pack of a kind, collated as training does."""
     if kind in BATCHES:
-        return BATCHES[kind](model).dealt(None)
+        return BATCHES[kind](model)
     collator = Collator(
         geometry=vision_geometry(model),
         pixel_scale=steps._scale(model.config),
@@ -184,7 +184,7 @@ def batch_of(kind: str, model: Any, config: TrainConfig) -> Batch:
     samples = PACKS.get(kind) or PACKS["little text" if kind.startswith("little") else "text"]
     packed = [steps.encoded(model.config, rule, *sample, is_video=is_video) for sample in samples]
     # a plan allows for a label on every token, with which the head holds most
-    return collator([replace(sample, labels_S=sample.input_ids_S) for sample in packed]).dealt(None)
+    return collator([replace(sample, labels_S=sample.input_ids_S) for sample in packed])
 
 
 def run_moments(kind: str, config: TrainConfig, *, detail: bool = False) -> tuple[Moments, MemoryPlan]:
@@ -245,6 +245,7 @@ def train(
         AdaptersOff(scoring, trained.plain_cost_model, trained.model_with_loss) if second and second.each_step else None
     )
     load = RouterLoad(model, device)
+    batch = batch.dealt(group)
     watch.pinned = {t.untyped_storage()._cdata for t in steps._tensors(batch)}
     held: Counter[str] = Counter()
     local_part = batch.local_slots(group)
