@@ -7,7 +7,6 @@ block is ever run: it holds numbers, names and the bytes of tensors of known typ
 """
 
 import json
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple
 from pathlib import Path
@@ -35,7 +34,7 @@ _ROW = 3  # words of a row of the table
 _MOST_ENTRIES = 2**22
 _NUMBERS, _LISTS = ("media_end", "prompt"), ("segments", "answers", "desirable")
 _TYPES = "uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64 bool"
-_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _TYPES.split()}
+_DTYPES = {name: np.dtype("int16" if name == "bfloat16" else name) for name in _TYPES.split()}  # numpy has no bfloat16
 
 FileState = tuple[str, tuple[int, ...]]
 """A file that a sample was made of: its path, and its state by `headway.data.sources.identity.file_state`."""
@@ -122,12 +121,13 @@ def _read_entry(content: NDArray[np.uint8], source: str, file: str, row: int) ->
         return None
     at = start + num_bytes
     facts = json.loads(content[start:at].tobytes())
-    # Tensors: each is a view of the content, and one that ends behind it has too few bytes for its shape.
+    # Tensors: each is a view of the content, and numpy refuses one that ends behind it.
     tensors = []
     for name, *shape in facts["tensors"]:
-        end = at + math.prod(shape) * _DTYPES[name].itemsize
-        tensors.append(torch.from_numpy(content[at:end]).view(_DTYPES[name]).view(shape))
-        at = end + -end % _WORD
+        array = np.ndarray(shape, _DTYPES[name], content, at)
+        tensor = torch.from_numpy(array)
+        tensors.append(tensor.view(torch.bfloat16) if name == "bfloat16" else tensor)
+        at += array.nbytes + -array.nbytes % _WORD
     parts = [SamplePart(cast("Kind", KINDS[KINDS.index(kind)]), *sizes) for kind, *sizes in facts["parts"]]
     files = tuple((path, tuple(state)) for path, state in facts["files"])
     numbers = [facts[name] for name in _NUMBERS] + [number for name in _LISTS for number in facts[name]]
