@@ -162,7 +162,7 @@ def device_of(row: dict[str, Any]) -> str:
 
 
 def kind_of(row: dict[str, Any]) -> str:
-    """Kind of a row's model, by what its plan has of it, and precision of its products."""
+    """Name the kind of a row's model, and the precision of its products."""
     what = "adapters" if any(setting.startswith("model.lora") for setting in row["settings"]) else row["kind"]
     return f"{what}, {'float8' if 'run.dtype=float8' in row['settings'] else 'bfloat16'}"
 

@@ -271,11 +271,10 @@ def test_other_folders_are_not_checkpoints(tmp_path):
     refuse_half_written(tmp_path / "Qwen" / "Qwen3-VL")
 
 
-@pytest.mark.parametrize(("version", "hint"), [(9, "this Headway reads version 2")])
-def test_a_checkpoint_of_another_version_is_refused(tmp_path, version, hint):
+def test_a_checkpoint_of_another_version_is_refused(tmp_path):
     path = save(tmp_path, 5).folder / "manifest.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"schema_version": version}))
-    with pytest.raises(CheckpointError, match=f"has version {version}.*{hint}"):
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"schema_version": 9}))
+    with pytest.raises(CheckpointError, match=r"has version 9.*this Headway reads version 2"):
         open_checkpoint(path.parent)
 
 

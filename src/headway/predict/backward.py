@@ -208,7 +208,7 @@ def fullest_of_backward(
         }  # fmt: skip
         points.append(point)
         point = {**point, "passing": ends.stream}
-        # the block's spread experts go first, and let go of what their products saved
+        # backward of the block's spread experts comes first, and frees what their products saved
         if block.spread.gathered:
             freed = min(block.by_spread, again or block.activations)
             point["recomputing" if again else "activations"] -= freed
@@ -223,7 +223,7 @@ def fullest_of_backward(
         points += _reduced({**point, "gathered": gathered}, block.unit, after)
         after = block.unit
         staying -= block.gathered
-    # the input embedding, whose gradient is added to the head's where weights are tied
+    # the input embedding; if weights are tied, its gradient is added to the head's
     last = ends.embedding_unit
     points.append({
         "activations": activations, "passing": ends.stream + ends.tied, "casts": casts,

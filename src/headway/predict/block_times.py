@@ -45,7 +45,7 @@ class TimedBlocks:
     """Forward and backward of a model's first blocks on a device."""
 
     cost_model: CostModel  # ledger of these blocks
-    saved: SavedActivations  # activations that autograd saves of them
+    saved: SavedActivations  # activations that autograd saves of these blocks
     number_bytes: int  # bytes of a weight or an activation
     seconds: Mapping[tuple[int, ...], float]  # best repetition, by the lengths of a pack's segments [s]
     measured_at: datetime  # time in UTC

@@ -231,7 +231,7 @@ class _ExpertLayer(NamedTuple):
     experts: int  # experts of the layer
     chosen: int  # experts of a token
     width: int  # values of a hidden state
-    shared: int  # FLOPs a token of shared experts behind the others, whose exchange they hide
+    shared: int  # FLOPs a token of shared experts, which hide the exchange of routed ones
 
 
 @remembered

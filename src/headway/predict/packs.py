@@ -38,7 +38,7 @@ class Packs:
     padded: tuple[int, int]  # most tokens and patches of a pack if all its segments were as long as the longest
     mean_patches: float  # patches of a pack on average
     flops: FlopCount  # FLOPs of a mean step of all devices, by component
-    epoch_tokens: int  # tokens of all samples once, without those that are left out
+    epoch_tokens: int  # tokens of one pass over all samples that are used
     reference: FlopCount | None = None  # FLOPs of the forward of a model that does not learn, likewise
     headed: float = 1.0  # share of tokens that the head runs on
 

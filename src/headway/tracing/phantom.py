@@ -137,7 +137,7 @@ class Recording:
 
     def __init__(self, model: nn.Module, on_dispatch: OnDispatch, on_result: OnResult) -> None:
         own = [*known_values.tensors([vars(module) for module in model.modules()])]
-        self._tensors = own  # held: an address stays theirs
+        self._tensors = own  # references, so that no other tensor gets the address of one of these
         self.listeners = (on_dispatch, on_result, frozenset(map(_storage, own)) - {0})
 
     def __enter__(self) -> None:

@@ -100,7 +100,7 @@ class Recorder:
         # past of each node, by the sequence number after its own: its module, whether it depends on the batch, and the
         # parameters that it depends on
         self._node: dict[int, tuple[str, bool, int]] = {}
-        self._cache: dict[tuple[int, Sequence[int]], tuple[Any, Any]] = {}
+        self._cache: dict[tuple[int, Sequence[int | str]], tuple[Any, Any]] = {}
         self.failure: tuple[BaseException, str, str] | None = None  # the last error, its module and operation
 
     @property
@@ -111,7 +111,7 @@ class Recorder:
     def allowed(self, mask: torch.Tensor, rows: Sequence[int], queries: int, keys: int) -> tuple[int, int, str]:
         """Count the pairs that a boolean mask allows, as `count`; layers share a mask, so each is counted once."""
         counts: tuple[int, int, str] = self.cached(
-            mask, (*rows, queries, keys), lambda: self.count(mask, rows, queries, keys)
+            mask, ("allowed", *rows, queries, keys), lambda: self.count(mask, rows, queries, keys)
         )
         return counts
 
@@ -143,7 +143,7 @@ class Recorder:
         plane = planes[(0,) * len(rows)] if math.prod(rows[:-1]) == 1 else None
         return int(pairs[..., 0].sum()), rows[-1], "" if plane is None else scores.mask_driver(plane)
 
-    def cached(self, thing: Any, sizes: Sequence[int], find: Callable[[], Any]) -> Any:
+    def cached(self, thing: Any, sizes: Sequence[int | str], find: Callable[[], Any]) -> Any:
         """Return `find()` for an object that layers share, such as a block mask; computed once for scores alike."""
         shared = (id(thing), tuple(sizes))
         if shared not in self._cache:

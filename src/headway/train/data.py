@@ -88,7 +88,7 @@ def open_feed(
     # Sources of packs, and the share of the packs that this rank takes.
     sources, stages = open_stages(data, config.optim.epochs)
     files = agreed_files(sources, data.verify, ranks)
-    if position:  # ranks on other machines may read copies of their own, whose times are others
+    if position:  # ranks on other machines may read copies of the files, with other times
         own = changes_since(position.get(FILES), files, data.verify, times=ranks.is_first)
         if clauses := list(dict.fromkeys(chain.from_iterable(ranks.gather_all(own)))):
             raise CheckpointError(refusal(clauses))

@@ -34,7 +34,7 @@ _COLLECTIVE = re.compile(
     flags=re.IGNORECASE,
 )
 _ROWS = {"all_reduce": "reduce", "reduce_scatter": "reduce"}  # collectives that share their sentences
-_LARGE = 2**18  # elements of an exchange whose transfer takes longer than its latency
+_LARGE = 2**18  # an exchange of so many elements takes longer than its latency
 _REDUCES = re.compile(r"all_?reduce|reduce_?scatter", flags=re.IGNORECASE)
 
 
@@ -103,7 +103,7 @@ def waited_for(evidence: StepEvidence, name: str) -> Observation | None:
 
 
 def _by_itself(evidence: StepEvidence, wait: WaitedFor) -> WaitedFor:
-    """A wait whose cause is without the time for which a slow rank waited for a core longer than the other ranks."""
+    """Take from the cause of a wait the time for which the slow rank waited for a core longer than the other ranks."""
     waits = {step.rank: evidence.core_wait_of(step) or 0 for step in evidence.steps if step.step == wait.step}
     own_ns = waits.pop(wait.rank, 0)
     if not waits or not evidence.is_cpu or wait.cause in ("work", "idle.data"):
@@ -127,7 +127,7 @@ def exposed(evidence: StepEvidence, name: str) -> Observation | None:
     most = _MANY * evidence.num_steps
     collective = max(kinds, key=lambda name: (kinds[name].num_small > most, kinds[name].ns), default="")
     kind, which = kinds.get(collective, _Exchanges()), ""
-    if collective and all_ns:  # on a crowded machine all of it may have been waiting for a core
+    if collective and all_ns:  # on a crowded machine the whole exchange may have waited for a core
         many = kind.number / evidence.num_steps
         which = f", {format_share(kind.ns / all_ns)} of it in {many:,.0f} {collective.replace('_', '-')}s a step"
     row = "many" if kind.num_small > most else _ROWS.get(collective, collective)

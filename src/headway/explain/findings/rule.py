@@ -86,7 +86,7 @@ class _Values(Formatter):
 
 @cache
 def sentences(name: str) -> Mapping[str, str]:
-    """Sentences of a rule, such as "small-gemms", or of a kind of it, "small-gemms/loop" (`sentences.toml`)."""
+    """Read the sentences of a rule ("small-gemms"), or of a kind of it ("small-gemms/loop"), from `sentences.toml`."""
     table = tomllib.loads(Path(__file__).with_name("sentences.toml").read_text("utf-8"))
     return {**table[name.partition("/")[0]], **table[name]}
 
