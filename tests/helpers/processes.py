@@ -26,7 +26,7 @@ def free_port() -> int:
     while True:
         port = random.SystemRandom().randrange(10_000, 32_000)
         with socket.socket() as free, suppress(OSError):
-            free.bind(("127.0.0.1", port))
+            free.bind(("", port))  # at every address, as torch listens
             return port
 
 
