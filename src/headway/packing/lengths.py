@@ -225,25 +225,38 @@ def _csv(path: Path) -> dict[str, Any]:
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.reader(file)
             headings = [heading.strip() for heading in next(reader, [])]
-            wanted = _wanted(headings, path)
-            if "grids" not in wanted:
-                used = [headings.index(name) for name in wanted]
-                body = file.read()
-                if not body.strip():
-                    raise DataError(f"{path} holds no rows. Write one row for each sample.")
-                values = np.loadtxt(body.splitlines(), dtype=np.int64, delimiter=",", usecols=used, ndmin=2)
-                return dict(zip(wanted, values.T, strict=True))
-            rows = [dict(zip(headings, row, strict=False)) for row in reader if row]
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"The lengths {path} cannot be read: {error}. Give a CSV or Parquet file.") from error
-    except ValueError as error:
-        raise DataError(f"{path}: {error}. Write lengths as whole numbers, in one row for each sample.") from error
-    try:
-        tokens = np.array([int(row["tokens"]) for row in rows], dtype=np.int64)
-        grids = [[[int(side) for side in grid.split("x")] for grid in row["grids"].split(";") if grid] for row in rows]
-    except (KeyError, ValueError) as error:
-        raise DataError(f"{path}: {error} in a row. Write whole numbers, and grids as 1x32x48;1x16x16.") from error
-    return {"tokens": tokens, "grids": grids}
+            places = {name: headings.index(name) for name in _wanted(headings, path)}
+            columns: dict[str, list[Any]] = {name: [] for name in places}
+            for number, row in enumerate(filter(None, reader), 1):
+                # a number with commas for thousands has cells too many, and its first cell alone would be read
+                if len(row) != len(headings):
+                    raise DataError(
+                        f"{path}, row {number} has {len(row)} cells below {len(headings)} headings. Write a cell below "
+                        "each heading, and 1024 for 1,024."
+                    )
+                for name, place in places.items():
+                    try:
+                        columns[name].append(_grids(row[place]) if name == "grids" else _length(row[place]))
+                    except ValueError as error:
+                        allowed = "grids, such as 1x32x48;1x16x16" if name == "grids" else "a whole number below 2**31"
+                        raise DataError(
+                            f"{path}, row {number}: {name} is {row[place][:40]!r}. Write {allowed}, or leave the row "
+                            "out."
+                        ) from error
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"The lengths {path} cannot be read: {reason}. Give a CSV or Parquet file.") from error
+    return columns
+
+
+def _length(text: str) -> int:
+    if abs(number := int(text)) >= 2**31:
+        raise ValueError(f"{number} has more than 31 bits")
+    return number
+
+
+def _grids(text: str) -> list[list[int]]:
+    return [[int(side) for side in grid.split("x")] for grid in text.split(";") if grid]
 
 
 def _parquet(path: Path) -> dict[str, Any]:
@@ -270,10 +283,13 @@ def _wanted(headings: list[str], path: Path) -> list[str]:
     if "tokens" not in headings:
         raise DataError(
             f'{path} is no table of sample lengths, because it has no column "tokens". Its columns are '
-            f'{", ".join(headings)[:200] or "none"}. Name the column of sample lengths "tokens", and the column of '
-            'vision patches, if there is one, "patches". Or give the dataset itself: `headway pack DATA --model '
-            "MODEL`."
+            f"{', '.join(headings)[:200] or 'none'}. Separate columns by commas. Name the column of sample lengths "
+            '"tokens", and the column of vision patches, if there is one, "patches". Or give the dataset itself: '
+            "`headway pack DATA --model MODEL`."
         )
+    for name in ("tokens", "patches", "grids"):
+        if headings.count(name) > 1:
+            raise DataError(f'{path} has several columns "{name}". Keep one of them.')
     if "grids" in headings:
         return ["tokens", "grids"]
     return [name for name in ("tokens", "patches") if name in headings]
