@@ -145,7 +145,7 @@ class NotExpressibleError(UsageError):
     """A convention has no number for a model; the text gives the reason, and the tool's output then."""
 
 
-class UnknownDeviceError(HeadwayError):
+class UnknownDeviceError(UsageError):
     """A device's peak is not known; no MFU is better than a guessed one."""
 
 

@@ -96,12 +96,14 @@ OTHERS = [
     (("flops", "llama-3.1-8b", "--segments", "8192", "--images", "1x32x48"), "llama-3.1-8b has no vision tower"),
     (("flops", "zzzzzz", "--segments", "8"), "`headway models` lists the shipped models"),
     (("pack", "--packing-length", 10), "--lengths"),
+    (("pack", "x.csv", "--packing-length", 10), "give it as --lengths FILE"),
+    (("pack", "x.csv", "--packing-length", "1e30"), "1,000,000,000,000,000,000,000,000,000,000 tokens, but at most"),
 ]
 REFUSALS = [
     *((("flops", "qwen3-vl-8b", *arguments), words, [2]) for arguments, words in FLOPS),
     *((("compare", "qwen3-8b", *arguments), words, [2]) for arguments, words in COMPARE),
     *((("mfu", *arguments), words, [2]) for arguments, words in MFU),
-    *((arguments, words, [1, 2]) for arguments, words in (*PLAN, *OTHERS)),
+    *((arguments, words, [2]) for arguments, words in (*PLAN, *OTHERS)),
 ]
 
 

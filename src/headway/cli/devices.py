@@ -85,10 +85,7 @@ def _in_dtype(shown: "list[Device]", dtype: str | None) -> "list[Device]":
 def _show(name: str, dtype: str | None, as_json: bool) -> None:
     from headway.devices.names import named_devices, properties
 
-    try:
-        matches = named_devices(name)
-    except UnknownDeviceError as error:
-        raise UsageError(str(error)) from error
+    matches = named_devices(name)
     dtypes = ", ".join(matches[0].peak_flops_per_s)
     matches = _in_dtype(matches, dtype)
     if not matches:
@@ -235,10 +232,7 @@ def ceiling(
 
         where = local_device(device)
         names = dtype or list(dtypes_of(where))
-        try:
-            products = [matmul_ceiling(where, name, refresh=refresh, warn=warn) for name in names]
-        except UnknownDeviceError as error:
-            raise UsageError(str(error)) from error
+        products = [matmul_ceiling(where, name, refresh=refresh, warn=warn) for name in names]
         copy = copy_ceiling(where, refresh=refresh, warn=warn)
         around = environment(where)
         device_known = _known(where)
@@ -290,10 +284,7 @@ def local_rates(
     numbers = resolve_architecture(model, cost_model)
     heads = (numbers.heads, numbers.qk_dim)
     with working(f"measuring the rates of {model}"):
-        try:
-            rates = model_rates(where, dtype, shapes_of(cost_model), heads, attend, refresh=refresh, warn=warn)
-        except UnknownDeviceError as error:
-            raise UsageError(str(error)) from error
+        rates = model_rates(where, dtype, shapes_of(cost_model), heads, attend, refresh=refresh, warn=warn)
         return rates, timed_blocks(resolve_config(model), where, dtype, refresh=refresh, warn=warn)
 
 

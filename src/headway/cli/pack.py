@@ -183,7 +183,8 @@ def _lengths(
         return {lengths.stem: read_lengths(lengths)}
     if model is None:
         raise UsageError(
-            "DATA needs --model, a folder or a Hub id, because the model's tokenizer and processor measure the samples."
+            "DATA needs --model, a folder or a Hub id, because the model's tokenizer and processor measure the "
+            "samples. A table of lengths needs no model: give it as --lengths FILE."
         )
     with needs_extra("indexing"):
         from headway.data.processor_settings import ProcessorSettings

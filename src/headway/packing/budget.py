@@ -64,11 +64,11 @@ class Budget:
                 "has at least 1 token, 0 or more patches, and 1 or more samples. No number means no limit."
             )
 
-        if max(self.tokens, self.patches or 0) > MOST:
-            raise ConfigError(
-                f"A pack's budget is {self.tokens} tokens and {self.patches} patches, but at most {MOST:,} of each "
-                "can be planned. Lower the budget."
-            )
+        for unit, number in (("tokens", self.tokens), ("patches", self.patches or 0)):
+            if number > MOST:
+                raise ConfigError(
+                    f"A pack's budget is {number:,} {unit}, but at most {MOST:,} of each can be planned. Lower it."
+                )
 
     def holds(self, size: Size) -> bool:
         """Tell whether one sample of this size fits an empty pack."""
