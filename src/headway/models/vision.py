@@ -63,7 +63,7 @@ class VisionGeometry:
         """
         cu_seqlens_N = get_vision_cu_seqlens(grids_M3)
         arguments: dict[str, Any] = {
-            "position_ids": get_vision_position_ids(grids_M3, self.merge_size),
+            "position_ids": self._position_ids(grids_M3),
             "cu_seqlens": cu_seqlens_N,
             "max_seqlen": int(cu_seqlens_N.diff().max()),
         }
@@ -80,6 +80,12 @@ class VisionGeometry:
                 spatial_merge_size=self.merge_size,
             )
         return {prefix + name: value for name, value in arguments.items()}
+
+    def _position_ids(self, grids_M3: torch.Tensor) -> torch.Tensor:
+        """Row and column of each patch, shape (P, 2); images of one size are worked out once."""
+        sizes, grid_of_M = grids_M3.unique(dim=0, return_inverse=True)
+        positions = [get_vision_position_ids(size[None], self.merge_size) for size in sizes]
+        return torch.cat([positions[number] for number in grid_of_M.tolist()])
 
     def padding_grids(self, patches: int) -> torch.Tensor:
         """Grids of blank images that fill a patch buffer, shape (M, 3).
