@@ -146,3 +146,13 @@ def test_a_model_without_saved_activations_is_refused(headway, monkeypatch):
 def test_without_a_device_this_processor_is_asked_for_by_name(headway):
     result = headway("tune", RECIPE, "--set", "plan.device=null")
     assert (result.code, "no device is named" in " ".join(result.err.split())) == (2, True)
+
+
+@pytest.mark.parametrize("command", ["plan", "tune"])
+def test_a_model_without_attention_is_planned_and_tuned(headway, tmp_path, command):
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 160, "state_size": 16, "num_heads": 4}
+    config = {"model_type": "mamba2", "head_dim": 32, "expand": 2, "n_groups": 1, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    result = headway(command, tmp_path, "--device", "H100")
+    assert result.code == 0, result.err
+    assert "Mamba2ForCausalLM" in result.out

@@ -136,7 +136,8 @@ class _Runs:
         for workload in runs.workloads:
             arguments = in_dtype(model_inputs.arguments(workload), floats)
             recorder = make_recorder(twin)
-            counter = LaunchCounter(recorder, code) if code is not None and not runs.recorders else None
+            tokens = max(workload.segments, default=0)
+            counter = LaunchCounter(recorder, code, tokens) if code is not None and not runs.recorders else None
             runs.counter = counter or runs.counter
             with recording(twin, recorder, None if counter is None else counter.around), counter or nullcontext():
                 with context():

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headway.tracing.families.recurrences import KERNELS, PACKAGES, written_out
+from headway.tracing.families.recurrences import PACKAGES, written_out
 from headway.tracing.known_values import tensors
 from headway.tracing.operation import READERS
 from headway.tracing.phantom import Phantom, aten
@@ -93,11 +93,12 @@ class LaunchCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
     Args:
         recorder: of the same run.
         code: that runs recurrent layers.
+        tokens: of the run [tokens].
     """
 
-    def __init__(self, recorder: Recorder, code: RunningCode) -> None:
+    def __init__(self, recorder: Recorder, code: RunningCode, tokens: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._recorder, self._code = recorder, code
+        self._recorder, self._code, self._tokens = recorder, code, tokens
         self._plain: Counter[tuple[Phase, str]] = Counter()
         self._products: Counter[tuple[Phase, str]] = Counter()
         self._real: Counter[tuple[Phase, str]] = Counter()  # on integers alone; attention's are the recorder's own
@@ -135,7 +136,8 @@ class LaunchCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
         finally:
             self._stands_in = False
         self._nodes.append(range(begin, torch._C._autograd._get_sequence_nr()))
-        self._calls.append((self._recorder.module, name, original, args, options))
+        if result is not None:  # the mixer runs piece by piece where it is
+            self._calls.append((self._recorder.module, name, original, args, options))
         return result
 
     def _of_function(
@@ -151,8 +153,7 @@ class LaunchCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
         function = (self._code.over_pack(original) if is_at_once else None) or written_out(original)
         if function is None:
             return {"forward": (1, Fraction(0)), "backward": (1, Fraction(0))}
-        axis = -1 if name in KERNELS else 1
-        short, long = (_counted(function, axis, tokens, args, options) for tokens in _LENGTHS)
+        short, long = (_counted(function, self._tokens, tokens, args, options) for tokens in _LENGTHS)
         a_token = {phase: Fraction(long[phase] - short[phase], _LENGTHS[1] - _LENGTHS[0]) for phase in short}
         return {phase: (short[phase] - int(a_token[phase] * _LENGTHS[0]), a_token[phase]) for phase in short}
 
@@ -213,10 +214,9 @@ class LaunchCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
 
 
 def _counted(
-    function: Callable[..., Any], axis: int, tokens: int, args: tuple[Any, ...], options: dict[str, Any]
+    function: Callable[..., Any], length: int, tokens: int, args: tuple[Any, ...], options: dict[str, Any]
 ) -> dict[Phase, int]:
-    """Count the launches of a function by phase, on one segment of so many tokens."""
-    length = args[0].shape[axis]
+    """Count the launches of a function by phase, on one segment of so many tokens in the place of its length."""
 
     def resized(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):

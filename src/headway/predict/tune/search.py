@@ -17,6 +17,7 @@ import numpy as np
 
 from headway.config import TrainConfig
 from headway.count import CostModel
+from headway.count.recompute import parse_recompute, result_kind
 from headway.errors import ConfigError, DataError, PlanError, UsageError
 from headway.packing.lengths import MIXES, LengthTable, Numbers
 from headway.predict.fitting import room_of
@@ -102,6 +103,16 @@ class Search:
         self._tokens: Numbers = mix.lengths(_TYPICAL).tokens if mix is not None and is_mix else table.tokens
         columns = {column.name: getattr(table, column.name) for column in fields(LengthTable)}
         self.lengths = (name, PricedLengths(**columns))
+        # a model without attention, such as Mamba, has no results of it to keep
+        kinds = {result_kind(row) for row in self.predictor.cost_model.rows}
+        self.space = replace(
+            self.space,
+            recomputes=tuple(
+                choice
+                for choice in self.space.recomputes
+                if all(term.text in kinds for term in parse_recompute(choice) if term.leaves_out)
+            ),
+        )
 
     def run(self) -> SearchResult:
         """Try everything.
