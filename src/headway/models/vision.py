@@ -83,7 +83,7 @@ class VisionGeometry:
 
     def _position_ids(self, grids_M3: torch.Tensor) -> torch.Tensor:
         """Row and column of each patch, shape (P, 2); images of one size are worked out once."""
-        sizes, grid_of_M = grids_M3.unique(dim=0, return_inverse=True)
+        sizes, grid_of_M = torch.unique(grids_M3, dim=0, return_inverse=True)
         positions = [get_vision_position_ids(size[None], self.merge_size) for size in sizes]
         return torch.cat([positions[number] for number in grid_of_M.tolist()])
 
