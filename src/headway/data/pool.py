@@ -177,8 +177,7 @@ class Pool(Generic[Task, Result]):
     def _replace_workers(self, pending: "deque[_Pending[Task]]") -> None:
         """End the group of the first job, and repeat the jobs that its killed processes left undone."""
         place = self._place(pending[0].job)
-        self._check_script(place)
-        self._end(place)
+        self._check_script(self._end(place))
         warnings.warn(
             f"A data worker was killed; what it left undone is done again ({self.replaced} times so far).",
             RuntimeWarning,
@@ -201,26 +200,23 @@ class Pool(Generic[Task, Result]):
         self.close()
         raise DataError(self._explain(job.task, _ATTEMPTS)) from future.exception()
 
-    def _check_script(self, place: int) -> None:
+    def _check_script(self, exit_codes: list[int]) -> None:
         """Say so if a group's processes have not been killed, but ended by themselves as they imported the script."""
-        processes = getattr(getattr(self._groups[place], "executor", None), "_processes", None) or {}
-        codes = sorted({process.exitcode for process in list(processes.values()) if process.exitcode})
-        if codes and codes[-1] > 0:
+        code = max(exit_codes, default=0)
+        if code > 0:
             self.close()
             script = getattr(sys.modules["__main__"], "__file__", "the script that runs")
             raise ConfigError(
-                f"The data workers ended with exit code {codes[-1]} as they began. Each imports {script} first, "
+                f"The data workers ended with exit code {code} as they began. Each imports {script} first, "
                 "and would begin its work there once more. Put what that script does, but for its imports and "
                 'definitions, below the line `if __name__ == "__main__":`, or set workers to 0.'
             )
 
-    def _end(self, place: int) -> None:
-        """End a group of which a process was killed; the next job starts another."""
+    def _end(self, place: int) -> list[int]:
+        """End a group of which a process was killed; the next job starts another. Returns the exit codes."""
         self.replaced += 1
-        group = self._groups[place]
-        if group is not None:
-            group.shut_down(wait=True)
-            self._groups[place] = None
+        group, self._groups[place] = self._groups[place], None
+        return [] if group is None else group.shut_down(wait=True)
 
     def _begun(self, item: _Pending[Task]) -> _Pending[Task]:
         """Let the result of a job that was just submitted be pinned as soon as it is there, those before it first."""
@@ -278,17 +274,23 @@ class _Group(NamedTuple):
     executor: Executor
     stop: Any
 
-    def shut_down(self, *, wait: bool) -> None:
+    def shut_down(self, *, wait: bool) -> list[int]:
         """End the worker processes. If one of them was killed before, kill the others.
 
         The executor sends SIGTERM to the processes that it has when it finds one dead, and then waits for all of them.
         In Python 3.11 `submit` can start another process in between, as the two share no lock (3.12 has one); that
         process may never end, as the dead one may have held the lock of the queue that it reads.
+
+        Returns:
+            Exit codes of the processes, if they were waited for; below zero for those that a signal ended.
         """
+        processes = list((getattr(self.executor, "_processes", None) or {}).values())
         if getattr(self.executor, "_broken", False):
-            for process in list((getattr(self.executor, "_processes", None) or {}).values()):
+            for process in processes:
                 process.kill()
         self.executor.shutdown(wait=wait, cancel_futures=True)
+        # Asked for before the end, the executor's own thread asks too: one of both gets the code, the other gets 255.
+        return [process.exitcode or 0 for process in processes] if wait else []
 
 
 def leave_if_imported_again() -> None:
