@@ -55,6 +55,13 @@ def test_a_step_is_what_accelerate_accumulates(accumulation, steps, precision):
     assert windows[-1].extra["loss"] > 0
 
 
+@pytest.mark.parametrize(("precision", "dtype"), [("no", "fp32"), ("bf16", "bf16")])
+def test_a_step_is_judged_by_the_peak_of_the_dtype_of_its_products(precision, dtype, monkeypatch):
+    monkeypatch.setenv("HEADWAY_PEAK_FLOPS", "1e12")
+    accelerator = Accelerator(cpu=True, mixed_precision=precision)
+    assert AccelerateMeter(accelerator, prepared(accelerator)[0]).peak.dtype == dtype
+
+
 def test_a_forward_after_the_end_or_in_evaluation_is_not_counted():
     accelerator = Accelerator(cpu=True)
     model, optimizer, loader = prepared(accelerator)

@@ -187,6 +187,22 @@ def test_a_script_computes_the_same_bits_and_is_billed_what_it_computes(what, tm
         assert "% of the time waited for data" in metered.stderr
 
 
+@pytest.mark.parametrize("around", ["net", "net.forward"])  # as a script writes autocast, and as Accelerate does
+def test_a_step_under_autocast_is_judged_by_the_peak_of_its_products(around, tmp_path):
+    script = f"""
+net = Net()
+{around} = torch.autocast("cpu", torch.bfloat16)({around})
+optimizer = torch.optim.SGD(net.parameters() if isinstance(net, nn.Module) else net.__wrapped__.parameters(), lr=0.1)
+for step in range(5):
+    outputs = net(torch.ones(4, 16)).float()
+    loss = nn.MSELoss()(outputs, torch.zeros_like(outputs))
+    print(loss.item().hex())
+    update(loss, optimizer)
+"""
+    both(script, tmp_path)
+    assert json.loads((tmp_path / "run/run.json").read_text())["peak"]["dtype"] == "bf16"
+
+
 def test_what_cannot_be_counted_is_one_warning_and_the_script_goes_on(tmp_path):
     script = """
 net = Net()

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from headway.count import Workload
 from headway.errors import UsageError
-from headway.integrations.loops import LOGGED, Observer, logged, observing, ranks_of_sequences
+from headway.integrations.loops import LOGGED, Observer, logged, observing, peak_under, ranks_of_sequences
 from headway.meter import Meter, Window
 from headway.meter.watch import ForwardWatch
 
@@ -60,6 +60,7 @@ class AccelerateMeter(Observer, Meter):
         inner: nn.Module = accelerator.unwrap_model(model)
         options = {
             "batch_ranks": ranks_of_sequences(accelerator, workload),
+            "peak": None if "peak" in meter_options else peak_under(accelerator.mixed_precision, inner),
             **meter_options,
             "watch": workload is None and meter_options.get("cost_model") is None,
         }

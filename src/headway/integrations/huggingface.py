@@ -22,6 +22,7 @@ from headway.integrations.loops import (
     caller_of,
     logged,
     observing,
+    peak_under,
     ranks_of_sequences,
     replaced,
 )
@@ -102,6 +103,7 @@ class HeadwayCallback(Observer, TrainerCallback):
         self._accelerator = trainer.accelerator
         models = _Models(trainer, model)
         options = dict(self._options)
+        options["peak"] = options["peak"] or peak_under(trainer.accelerator.mixed_precision, model)
         self.meter = Meter(
             model,
             cost_model=self._cost_model,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from headway.count import Workload
 from headway.errors import UsageError
-from headway.integrations.loops import LOGGED, Observer, logged, observing
+from headway.integrations.loops import LOGGED, Observer, logged, observing, peak_under
 from headway.meter import Meter, Window
 from headway.meter.watch import ForwardWatch
 
@@ -80,6 +80,7 @@ class HeadwayMonitor(Observer, Callback):
         optimizers = trainer.optimizers if "mbu" in self._names else None
         place = trainer.global_step // max(1, len(trainer.optimizers))  # each optimizer counts, and a step has them all
         options = {"optimizer": optimizers, "steps_before": place, **self._options, "watch": None}
+        options["peak"] = options.get("peak") or peak_under(trainer.precision, model)
         self.meter = meter = Meter(model, **options)
         meter.on_failure = self.stop_measuring
         is_compiled = getattr(pl_module, "_compiler_ctx", None) is not None

@@ -9,9 +9,11 @@ from fnmatch import fnmatchcase
 from types import MethodType
 from typing import Any, TypeVar, cast
 
+from headway.devices import Peak
 from headway.errors import HeadwayError, UsageError
 from headway.log.sink import flatten
 from headway.meter import Window
+from headway.meter.environment import device_of, peak_of
 from headway.words import Argument
 
 T = TypeVar("T")
@@ -19,6 +21,19 @@ C = TypeVar("C", bound=Callable[..., Any])
 
 LOGGED = ("mfu", "hfu", "tokens_per_s", "tokens_per_s_per_device", "padding_share", "balance")
 LOGGED_OF_PHASES = ("phases/*/wall_s", "phases/*/mfu", "phases/*/mbu")
+
+
+_AUTOCAST = {"bf16": "bf16", "fp16": "fp16", "bf16-mixed": "bf16", "16-mixed": "fp16"}
+
+
+def peak_under(precision: str, model: Any) -> Peak | None:
+    """Look up the peak in the dtype that a trainer casts matrix products to; None where it casts none.
+
+    Args:
+        precision: `mixed_precision` of Accelerate, or `precision` of Lightning.
+        model: that is trained.
+    """
+    return peak_of(model, device_of(model), _AUTOCAST[precision]) if precision in _AUTOCAST else None
 
 
 class Observer:

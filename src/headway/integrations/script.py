@@ -31,6 +31,7 @@ from headway.errors import HeadwayError
 from headway.log.run_files import METRICS, RUN, write_json
 from headway.meter import Goodput, Meter, Window
 from headway.meter.batch_share import rank_and_size
+from headway.meter.environment import device_of, peak_of
 from headway.meter.goodput_report import FILE_NAME
 from headway.meter.profile import ProfiledSteps
 from headway.report import format_rate, format_rounded, format_share
@@ -50,6 +51,7 @@ class Call(NamedTuple):
     module: nn.Module
     is_training: bool
     has_gradients: bool
+    autocast: torch.dtype | None = None  # that its matrix products are cast to
 
 
 class Calls:
@@ -58,6 +60,7 @@ class Calls:
     def __init__(self) -> None:
         self._of_thread = threading.local()
         self._by_id: dict[int, Call] = {}
+        self._autocast: dict[int, torch.dtype] = {}
         self._handles = [
             torch_modules.register_module_forward_pre_hook(self._begin),
             torch_modules.register_module_forward_hook(self._end, always_call=True),
@@ -71,20 +74,20 @@ class Calls:
         for handle in self._handles:
             handle.remove()
         torch_modules._has_any_global_hook = self._has_hooks
-        return [*self._by_id.values()]
+        return [call._replace(autocast=self._autocast.get(place)) for place, call in self._by_id.items()]
 
     def _begin(self, module: nn.Module, _args: Any) -> None:
         if torch.compiler.is_compiling():
             return
         stack = self._of_thread.__dict__.setdefault("stack", [])
         stack.append(module)
-        if len(stack) > 1 or torch._C._current_autograd_node() is not None:
+        kind = next((parameter.device.type for parameter in module.parameters()), "meta")
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):  # Accelerate enters it within
+            self._autocast[id(stack[0])] = torch.get_autocast_dtype(kind)
+        if kind == "meta" or len(stack) > 1 or torch._C._current_autograd_node() is not None:
             return
-        has_gradients, earlier = torch.is_grad_enabled(), self._by_id.get(id(module))
-        if earlier is None and next(module.parameters(), None) is None:
-            return
-        if earlier is None or has_gradients:
-            self._by_id[id(module)] = Call(module, module.training, has_gradients)
+        if torch.is_grad_enabled() or id(module) not in self._by_id:
+            self._by_id[id(module)] = Call(module, module.training, torch.is_grad_enabled())
 
     def _end(self, module: nn.Module, _args: Any, _results: Any) -> None:
         if torch.compiler.is_compiling():
@@ -306,9 +309,11 @@ class ScriptWatch:
             self.folder.mkdir(parents=True, exist_ok=True)
         if is_first and self._goodput is None:
             self._goodput = Goodput(self.folder / FILE_NAME, since_ns=self._since_ns)
+        model, autocast = _bare(trained.module), trained.autocast
         with _warnings_taken() as texts:
             meter = ScriptMeter(
-                _bare(trained.module),
+                model,
+                peak=autocast and peak_of(model, device_of(model), autocast),
                 is_training=trained.is_training,
                 others=others,
                 goodput=self._goodput,
@@ -377,10 +382,9 @@ class ScriptWatch:
             return ""
         rates = ["no step was counted"]
         if run.num_steps:
-            rates = [format_rate(run.flops_per_s) if math.isnan(run.mfu) else f"MFU {format_share(run.mfu)}"]
-            rates.append(
-                f"{format_rounded(run.tokens_per_s)} tokens/s" if run.tokens else f"{1 / run.step_s:.3g} steps/s"
-            )
+            mfu = format_rate(run.flops_per_s) if math.isnan(run.mfu) else f"MFU {format_share(run.mfu)}"
+            speed = f"{format_rounded(run.tokens_per_s)} tokens/s" if run.tokens else f"{1 / run.step_s:.3g} steps/s"
+            rates = [mfu, speed]
         if run.data_wait_s:
             rates.append(f"{100 * run.data_wait_share:.0f} % of the time waited for data")
         return f"{', '.join(rates)}. headway report {self.folder}"
@@ -454,11 +458,8 @@ def _bare(model: nn.Module) -> nn.Module:
 
 def _owned(model: nn.Module | None, optimizers: Sequence[Optimizer]) -> int:
     """Count the parameters of a model that optimizers update."""
-    owned = {
-        id(parameter) for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]
-    }
-    parameters = () if model is None else model.parameters()
-    return sum(parameter.numel() for parameter in parameters if id(parameter) in owned)
+    owned = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    return sum(p.numel() for p in (() if model is None else model.parameters()) if id(p) in owned)
 
 
 def _trained(calls: Sequence[Call], optimizers: Sequence[Optimizer]) -> Call | None:

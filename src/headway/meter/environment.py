@@ -44,13 +44,19 @@ def device_of(model: Any) -> Any:
     return next(iter(devices), None)
 
 
-def peak_of(model: Any, device: Any) -> Peak:
-    """Look up the peak of the model's device; a peak without a number, and a warning, if it is unknown."""
+def peak_of(model: Any, device: Any, dtype: Any = None) -> Peak:
+    """Look up the peak of the model's device; a peak without a number, and a warning, if it is unknown.
+
+    Args:
+        model: that is trained.
+        device: that computes.
+        dtype: that autocast casts matrix products to, as for `peak_for`; that of the weights when None.
+    """
     from headway.devices import Peak, peak_for
 
     if isinstance(model, CostModel):
         raise UsageError("a cost model does not say on what device it runs: pass peak=headway.peak_for(device, dtype).")
-    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    dtype = dtype or next(p.dtype for p in model.parameters() if p.is_floating_point())
     try:
         return peak_for(device, dtype)
     except UnknownDeviceError as error:
