@@ -176,11 +176,11 @@ def test_two_logs_are_compared(headway, log):
     assert "A step of B takes 4,340.85 ms more than one of A (+36.9 %). MFU 2.7 % -> 2.1 %." in result.out
 
 
-def test_a_folder_without_records_names_the_runs_within_it(headway, run):
-    result = headway("explain", run.parent)
+@pytest.mark.parametrize("command", ["explain", "report", "goodput", "audit", "check"])
+def test_a_folder_of_runs_names_the_runs_within_it(headway, run, command):
+    result = headway(command, run.parent)
     assert result.code == 2
-    assert "holds neither records (metrics.jsonl) nor a profile" in said(result)
-    assert "Runs within it: run. Name one of them." in said(result)
+    assert "is no run's folder. Runs within it: run. Name one of them." in said(result)
 
 
 def test_an_empty_metrics_jsonl_is_an_error_with_a_way_out(headway, run):

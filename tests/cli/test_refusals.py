@@ -96,6 +96,11 @@ OTHERS = [
     (("flops", "llama-3.1-8b", "--segments", "8192", "--images", "1x32x48"), "llama-3.1-8b has no vision tower"),
     (("flops", "zzzzzz", "--segments", "8"), "`headway models` lists the shipped models"),
     (("pack", "--packing-length", 10), "--lengths"),
+    (("pack", "--packing-length", 0), "--packing-length 0 must be at least 1 (Token budget of a pack"),
+    (("explain", "x", "--by", "colour"), "--by: 'colour' is not one of 'component'"),
+    (("init",), "--model is missing. Model to train"),
+    (("train",), "CONFIG is missing. YAML file"),
+    (("plan", "qwen3-0.6b", "--gpus", 8), "There is no option --gpus. Give the number of devices as --devices."),
     (("pack", "x.csv", "--packing-length", 10), "give it as --lengths FILE"),
     (("pack", "x.csv", "--packing-length", "1e30"), "1,000,000,000,000,000,000,000,000,000,000 tokens, but at most"),
 ]

@@ -93,7 +93,7 @@ def test_what_was_measured_is_shown_and_ranks_again(tune, monkeypatch, tmp_path)
         (("--data", "x.jsonl"), 2, "--lengths and --data both give lengths"),
         (("--write", RECIPE), 2, "would replace the recipe"),
         (("--write", "/nowhere/at/all.yaml"), 2, "the folder /nowhere/at does not exist"),
-        (("--device", "H2000"), 1, "H2000"),
+        (("--device", "H2000"), 2, "H2000"),
     ],
 )
 def test_wrong_uses_are_told_in_a_sentence(tune, options, code, message):

@@ -344,14 +344,6 @@ def test_a_ledger_of_a_later_version_is_refused():
         account([{"kind": "start", "schema_version": 2, "wall_s": 0.0}], "ledger")
 
 
-def test_a_folder_of_runs_names_those_within(tmp_path):
-    for run in ("second", "first"):
-        (tmp_path / run).mkdir()
-        (tmp_path / run / "goodput.jsonl").write_text("")
-    with pytest.raises(LogError, match=r"is no run's folder\. Runs within it: first, second\. Name one of them"):
-        read_goodput(tmp_path)
-
-
 def test_an_empty_file_is_no_ledger(path):
     path.touch()
     with pytest.raises(LogError, match="holds no line"):

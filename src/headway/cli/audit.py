@@ -13,7 +13,7 @@ from headway.cli.resolve import resolve_architecture, resolve_cost_model, stated
 from headway.cli.workload import WorkloadOptions, check_vision_tokens, describe_workload, prepared
 from headway.errors import LogError, UsageError
 from headway.files import check_plain, read_text
-from headway.log.run_files import METRICS
+from headway.log.run_files import METRICS, run_copy
 from headway.report import (
     Column,
     format_count,
@@ -116,6 +116,7 @@ def audit(
             "Leave one out."
         )
     # A run folder stands for its records.
+    log = run_copy(log)
     path = log / METRICS if log.is_dir() else log
     parsed = read_log(_log_text(path), str(path), resumed_at=resumed_at)
     peak = stated_peak(device, dtype)

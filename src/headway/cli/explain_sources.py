@@ -79,10 +79,8 @@ def source_of(path: Path) -> ExplainSource:
 
 
 def _empty_folder(path: Path) -> ConfigError:
-    runs = sorted(file.parent.name for file in path.glob(f"*/{METRICS}"))
-    within = f" Runs within it: {', '.join(runs[:5])}. Name one of them." if runs else ""
     return ConfigError(
-        f"{path} holds neither records ({METRICS}) nor a profile (profile/{TRACES}).{within} A run folder of "
+        f"{path} holds neither records ({METRICS}) nor a profile (profile/{TRACES}). A run folder of "
         "`headway train` has records once it has taken a step; `Meter(log_to=[...])` writes them in any loop."
     )
 

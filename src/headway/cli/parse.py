@@ -300,23 +300,52 @@ class HeadwayCommand(TyperCommand):
         try:
             return super().parse_args(ctx, _plain(args, options))
         except Exception as error:
-            # typer brings a click of its own, or takes the one that is installed: whose error it is, its name tells
-            if type(error).__name__ != "NoSuchOption" or all(param.name != "settings" for param in self.params):
+            if (message := self._reworded(error)) is None:
                 raise
-            from headway.config.mistakes import translated
-            from headway.config.read import TrainConfig
-            from headway.config.tree import walk
+            raise UsageError(message) from error
 
-            option = str(getattr(error, "option_name", "")).lstrip("-")
-            places = [setting.name for setting in walk(TrainConfig) if setting.name.rpartition(".")[2] == option]
-            highest = [name for name in places if name.count(".") == min(other.count(".") for other in places)]
-            answer = translated(option) or (f"the setting is {' or '.join(map(repr, highest))}" if highest else None)
-            if answer is None:
-                raise
-            raise UsageError(
-                f"There is no option --{option}; {answer}. To change settings of a run, use --set, such as --set "
-                "optim.lr=1e-3."
-            ) from error
+    def _reworded(self, error: Exception) -> str | None:
+        """Put a refusal of the parser into Headway's words; None for one that is plain as it is."""
+        from headway.config.mistakes import BOUNDS
+
+        # typer brings a click of its own, or takes the one that is installed: whose error it is, its name tells
+        kind, param = type(error).__name__, getattr(error, "param", None)
+        if kind == "NoSuchOption":
+            return _answer_to(str(getattr(error, "option_name", "")).lstrip("-"), {str(p.name) for p in self.params})
+        meaning = str(getattr(param, "help", None) or "").rstrip(".")
+        if kind == "MissingParameter":
+            return f"{_name_of(param)} is missing. {meaning}. `headway {self.name} -h` has an example."
+        for mistake in getattr(error.__cause__, "errors", list)():  # pydantic's
+            if mistake["type"] in BOUNDS:
+                limit = next(iter(mistake["ctx"].values()))
+                return f"{_name_of(param)} {mistake['input']} must be {BOUNDS[mistake['type']]} {limit:,} ({meaning})."
+            if mistake["type"] == "value_error":
+                return f"{_name_of(param)}: {mistake['ctx']['error']}"
+        return None
+
+
+def _answer_to(option: str, parameters: set[str]) -> str | None:
+    """Say what stands for an option that a command lacks: its own number of devices, or a setting of a run."""
+    from headway.config.mistakes import SAME, translated
+    from headway.config.read import TrainConfig
+    from headway.config.tree import walk
+
+    if "devices" in parameters and SAME.get(option.replace("-", "_")) == SAME["gpus"]:
+        return f"There is no option --{option}. Give the number of devices as --devices."
+    places = [setting.name for setting in walk(TrainConfig) if setting.name.rpartition(".")[2] == option]
+    highest = [name for name in places if name.count(".") == min(other.count(".") for other in places)]
+    answer = translated(option) or (f"the setting is {' or '.join(map(repr, highest))}" if highest else None)
+    if answer is None or "settings" not in parameters:
+        return None
+    return (
+        f"There is no option --{option}; {answer}. To change settings of a run, use --set, such as --set optim.lr=1e-3."
+    )
+
+
+def _name_of(param: Any) -> str:
+    """An option by its long name, an argument as the usage line has it: DATA of [DATA]..."""
+    place = re.search(r"\w+", getattr(param, "metavar", None) or "")
+    return place[0] if place and param.param_type_name == "argument" else str(max(param.opts, key=len))
 
 
 def _warn_of_repeats(arguments: list[str], params: list[Any]) -> None:
@@ -345,11 +374,7 @@ def _warn_of_repeats(arguments: list[str], params: list[Any]) -> None:
 
 def _words_of(command: TyperCommand) -> tuple[Words, ...]:
     """The options of a command, by the names of arguments of the rooms below, and a run's keys where it has none."""
-    own = {}
-    for param in command.params:
-        # an option by its long name, an argument as the usage line has it: DATA of [DATA]...
-        place = re.search(r"\w+", getattr(param, "metavar", None) or "")
-        own[str(param.name)] = place[0] if place and param.param_type_name == "argument" else max(param.opts, key=len)
+    own = {str(param.name): _name_of(param) for param in command.params}
     assigns = own.get("settings", "")
     stands_for = _OPTION_OF if assigns else _OPTION_OF | _OPTION_OF_KEY
     names = {name: own[option] for name, option in stands_for.items() if option in own}

@@ -18,7 +18,7 @@ SAME = {word: row["here"] for row in _ROWS if "here" in row for word in row["wor
 """Settings of other tools, and the setting here."""
 ABSENT = {word: row["nearest"] for row in _ROWS if "nearest" in row for word in row["words"].split()}
 """Settings of other tools that Headway lacks, and Headway's nearest setting."""
-_BOUNDS = {
+BOUNDS = {
     "greater_than": "above",
     "greater_than_equal": "at least",
     "less_than": "below",
@@ -60,8 +60,8 @@ def mistake_clause(error: Mapping[str, Any], root: type[BaseModel]) -> str:
         if isinstance(value, dict | list):
             return f"{name}: {message}" if name else message
         return f"{name} = {value!r}: {message[:1].lower()}{message[1:]}{meaning}"
-    if error["type"] in _BOUNDS:
-        return f"{name} = {value!r}: must be {_BOUNDS[error['type']]} {next(iter(error['ctx'].values())):,}{meaning}"
+    if error["type"] in BOUNDS:
+        return f"{name} = {value!r}: must be {BOUNDS[error['type']]} {next(iter(error['ctx'].values())):,}{meaning}"
     unit = unit_of(info.description or "")[1] if info is not None else ""
     values = allowed_values(annotation, bounds_of(info.metadata) if info is not None else "")
     doubtful = (

@@ -51,7 +51,7 @@ class Call(NamedTuple):
     module: nn.Module
     is_training: bool
     has_gradients: bool
-    autocast: torch.dtype | None = None  # that its matrix products are cast to
+    autocast: torch.dtype | None = None  # the dtype of its matrix products
 
 
 class Calls:

@@ -44,8 +44,11 @@ def run_copy(path: Path, *, here: Path | None = None) -> Path:
 
     Raises:
         StoreError: the store cannot be read.
-        UsageError: nothing is there, and `here` is None.
+        UsageError: nothing is there, and `here` is None; or the folder holds runs alone.
     """
+    holds_files = not path.is_dir() or any(child.is_file() for child in path.iterdir())
+    if not holds_files and (runs := sorted(file.parent.name for file in path.glob(f"*/{METRICS}"))):
+        raise UsageError(f"{path} is no run's folder. Runs within it: {', '.join(runs[-5:])}. Name one of them.")
     copy = stores.fetch(path, lambda name: not _IN_STORE.fullmatch(name), here=here)
     if copy == path:
         return path

@@ -91,9 +91,6 @@ def read_goodput(path: Path) -> GoodputReport:
         LogError: the file cannot be read or is no ledger.
     """
     if path.is_dir():
-        below = sorted(ledger.parent.name for ledger in path.glob(f"*/{FILE_NAME}"))
-        if below and not (path / FILE_NAME).exists():
-            raise LogError(f"{path} is no run's folder. Runs within it: {', '.join(below[:5])}. Name one of them.")
         path = path / FILE_NAME
     return account(read_jsonl(path), str(path))
 

@@ -164,13 +164,16 @@ class _Steps:
                 continue
             expected = len(self.digests) + 1
             step = record.get("step")
+            if "samples_digest" not in record:
+                raise LogError(
+                    f"{path} has no samples_digest in step {step}, because only `headway train` writes one. Give the "
+                    "folder of such a run."
+                )
             if step != expected:
                 raise LogError(
                     f"{path} has a record of step {step} where that of step {expected} belongs. A step was lost or "
                     "repeated, or the file was edited."
                 )
-            if "samples_digest" not in record:
-                raise LogError(f"{path} has no samples_digest in step {expected}. Give the folder of a headway train.")
             self.digests.append(_digest(record["samples_digest"]))
             self.packs.append(record["packs"])
             self.chain.append(chained(self.chain[-1], record))
