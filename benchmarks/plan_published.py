@@ -74,11 +74,6 @@ def saved_as_trained(model: ModelConfig, precision: str, *, packages: frozenset[
     return _saved_once(model.model_dump_json(), precision, packages)
 
 
-# Rows of one model ask for its ledger and its activations again: each is traced once.
-headway.cli.plan.resolve_cost_model = functools.cache(headway.cli.plan.resolve_cost_model)
-headway.predict.saved.saved_as_trained = saved_as_trained
-
-
 def main() -> None:
     """Plan every row, write the record and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -87,6 +82,9 @@ def main() -> None:
     options = parser.parse_args()
     facts = json.loads(FACTS.read_text(encoding="utf-8"))
     chosen = set(map(int, options.rows.split(","))) if options.rows else None
+    # Rows of one model ask for its ledger and its activations again: each is traced once.
+    headway.cli.plan.resolve_cost_model = functools.cache(headway.cli.plan.resolve_cost_model)
+    headway.predict.saved.saved_as_trained = saved_as_trained
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         table_of_devices = Path(folder, "peaks.toml")

@@ -1,5 +1,6 @@
 """The benchmark scripts run, both sides compute the same, and each committed table is the rendering of its record."""
 
+import ast
 import importlib
 import io
 import json
@@ -35,6 +36,18 @@ def run(script, *arguments, env=None, ends_with=0):
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     assert done.returncode == ends_with, done.stderr
     return done.stdout
+
+
+def test_a_script_that_is_imported_leaves_the_modules_of_others_as_they_are():
+    """A script that put a cache around a function as it was imported changed what later tests planned."""
+    patches = [
+        f"{script.name}: {ast.unparse(target)}"
+        for script in BENCHMARKS.glob("*.py")
+        for statement in ast.parse(script.read_text(encoding="utf-8")).body
+        for target in getattr(statement, "targets", ())
+        if isinstance(target, ast.Attribute | ast.Subscript)
+    ]
+    assert patches == []
 
 
 @pytest.mark.parametrize("path", RECORDS, ids=[path.name for path in RECORDS])

@@ -127,7 +127,7 @@ class NeededWork:
     def packs(self, step: int) -> "list[Mapping[str, Sequence[int]]] | None":
         """List for each pass of a step, in order, FLOPs of each module that attends: forward, backward, and run again.
 
-        None where the trace does not say, as those of earlier versions.
+        None where the trace does not say.
         """
         with self._read():
             packs = self._steps.get(str(step), {}).get("packs")
