@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 import tarfile
 from pathlib import Path
 
@@ -181,6 +182,8 @@ def test_a_folder_of_runs_names_the_runs_within_it(headway, run, command):
     result = headway(command, run.parent)
     assert result.code == 2
     assert "is no run's folder. Runs within it: run. Name one of them." in said(result)
+    shutil.copytree(run, run.parent / "all/digits/run")
+    assert "Runs within it: digits/run. Name one of them." in said(headway(command, run.parent / "all"))
 
 
 def test_an_empty_metrics_jsonl_is_an_error_with_a_way_out(headway, run):

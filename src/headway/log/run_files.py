@@ -47,7 +47,8 @@ def run_copy(path: Path, *, here: Path | None = None) -> Path:
         UsageError: nothing is there, and `here` is None; or the folder holds runs alone.
     """
     holds_files = not path.is_dir() or any(child.is_file() for child in path.iterdir())
-    if not holds_files and (runs := sorted(file.parent.name for file in path.glob(f"*/{METRICS}"))):
+    below = () if holds_files else (*path.glob(f"*/{METRICS}"), *path.glob(f"*/*/{METRICS}"))  # runs/digits/run
+    if runs := sorted(str(file.parent.relative_to(path)) for file in below):
         raise UsageError(f"{path} is no run's folder. Runs within it: {', '.join(runs[-5:])}. Name one of them.")
     copy = stores.fetch(path, lambda name: not _IN_STORE.fullmatch(name), here=here)
     if copy == path:
