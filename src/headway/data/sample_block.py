@@ -2,14 +2,15 @@
 
 A block has a head of `HEAD` words, entries one behind the other, and a table with a row for each entry: key of the
 data file, row in it, end of the entry in the block [bytes]. An entry has the CRC-32 of what follows, the length of its
-facts [bytes], the facts as JSON, and the tensors that these list. All lie at multiples of a word, 8 bytes. Nothing in a
-block is ever run: it holds numbers, names and the bytes of tensors of known types.
+facts [bytes], the facts as JSON without those that are empty, and the tensors that these list. All lie at multiples of
+a word, 8 bytes. Nothing in a block is ever run: it holds numbers, names and the bytes of tensors of known types.
 """
 
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple
 from pathlib import Path
+from struct import Struct
 from typing import Any, NamedTuple, cast
 from zlib import crc32
 
@@ -29,7 +30,7 @@ VERSION = 2  # version of the layout; raised when files of an earlier one cannot
 _MAGIC = int.from_bytes(b"headwayB", "big")
 _WORD = 8  # bytes
 _HEAD = 4  # words: magic, version, entries, CRC-32 of the table
-_ENTRY_HEAD = 2  # words
+_HEAD_OF_ENTRY = Struct("=qq")  # CRC-32, and the length of the facts
 _ROW = 3  # words of a row of the table
 _MOST_ENTRIES = 2**22
 _NUMBERS, _LISTS = ("media_end", "prompt"), ("segments", "answers", "desirable")
@@ -89,7 +90,9 @@ def entry_of(sample: EncodedSample, files: Sequence[FileState], encoding_s: floa
         "files": files,
         "encoding_s": encoding_s,
     }
-    head = _padded(json.dumps(facts).encode(), b" ")
+    # A reader spends its time on what is written, so nothing is written of what a sample has not.
+    written = json.dumps({name: fact for name, fact in facts.items() if fact}, separators=(",", ":"))
+    head = _padded(written.encode(), b" ")
     body = [_padded(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()) for tensor in tensors]
     content = b"".join([np.int64(len(head)).tobytes(), head, *body])
     return np.int64(crc32(content)).tobytes() + content
@@ -115,12 +118,11 @@ def read_entry(content: NDArray[np.uint8], source: str, file: str, row: int) -> 
 
 
 def _read_entry(content: NDArray[np.uint8], source: str, file: str, row: int) -> StoredSample | None:
-    start = _ENTRY_HEAD * _WORD
-    checksum, num_bytes = content[:start].view(np.int64).tolist()
-    if crc32(content[_WORD:].data) != checksum or num_bytes < 0:
+    checksum, num_bytes = _HEAD_OF_ENTRY.unpack_from(content.data)
+    if crc32(content.data[_WORD:]) != checksum or num_bytes < 0:
         return None
-    at = start + num_bytes
-    facts = json.loads(content[start:at].tobytes())
+    at = _HEAD_OF_ENTRY.size + num_bytes
+    facts = json.loads(str(content.data[_HEAD_OF_ENTRY.size : at], "utf-8"))
     # Tensors: each is a view of the content, and numpy refuses one that ends behind it.
     tensors = []
     for name, *shape in facts["tensors"]:
@@ -128,32 +130,34 @@ def _read_entry(content: NDArray[np.uint8], source: str, file: str, row: int) ->
         tensor = torch.from_numpy(array)
         tensors.append(tensor.view(torch.bfloat16) if name == "bfloat16" else tensor)
         at += array.nbytes + -array.nbytes % _WORD
-    parts = [SamplePart(cast("Kind", KINDS[KINDS.index(kind)]), *sizes) for kind, *sizes in facts["parts"]]
-    files = tuple((path, tuple(state)) for path, state in facts["files"])
-    numbers = [facts[name] for name in _NUMBERS] + [number for name in _LISTS for number in facts[name]]
-    numbers += [number for part in parts for number in astuple(part)[1:]]
-    if not all(isinstance(number, int) for number in (*numbers, *(number for _, state in files for number in state))):
+    files = tuple((path, tuple(state)) for path, state in facts.get("files", ()))
+    parts = [SamplePart(cast("Kind", KINDS[KINDS.index(kind)]), *sizes) for kind, *sizes in facts.get("parts", ())]
+    counts: dict[str, Any] = {name: facts[name] for name in _NUMBERS if name in facts}
+    lists: dict[str, Any] = {name: tuple(facts[name]) for name in _LISTS if name in facts}
+    groups = (counts.values(), *lists.values(), *(astuple(part)[1:] for part in parts), *(state for _, state in files))
+    if not all(isinstance(number, int) for group in groups for number in group):
         return None
-    counts: dict[str, Any] = {name: facts[name] for name in _NUMBERS}
-    counts |= {name: tuple(facts[name]) for name in _LISTS}
     remaining = iter(tensors)
     sample = EncodedSample(
         input_ids_S=next(remaining),
         labels_S=next(remaining),
         position_ids_RS=next(remaining),
-        origin=Origin(source, file, row, facts["place"]),
-        token_types_S=next(remaining) if facts["has_types"] else None,
-        types_name=facts["types_name"],
+        origin=Origin(source, file, row, facts.get("place", "")),
+        token_types_S=next(remaining) if facts.get("has_types") else None,
+        types_name=facts.get("types_name", ""),
         media={
             name: MediaTensors(next(remaining), next(remaining) if has_features else None)
-            for name, has_features in facts["media"].items()
+            for name, has_features in facts.get("media", {}).items()
         },
-        processed={name: Joinable(next(remaining), Joining(*rule)) for name, rule in facts["processed"].items()},
+        processed={
+            name: Joinable(next(remaining), Joining(*rule)) for name, rule in facts.get("processed", {}).items()
+        },
         parts=tuple(parts),
         latent_images=tuple(remaining),
         **counts,
+        **lists,
     )
-    return StoredSample(sample, files, facts["encoding_s"])
+    return StoredSample(sample, files, facts.get("encoding_s", 0.0))
 
 
 def write_block(path: Path, entries: Iterable[tuple[int, int, bytes]]) -> None:
@@ -194,6 +198,6 @@ def read_block(path: Path) -> BlockTable | None:
     keys, rows, ends = np.frombuffer(table, dtype=np.int64).reshape(count, _ROW).T.copy()
     bounds = np.concatenate([[_HEAD * _WORD], ends])
     lengths = np.diff(bounds)
-    if bounds[-1] != start or lengths.min() < _ENTRY_HEAD * _WORD or (lengths % _WORD).any():
+    if bounds[-1] != start or lengths.min() < _HEAD_OF_ENTRY.size or (lengths % _WORD).any():
         return None
     return BlockTable(keys, rows, bounds)
