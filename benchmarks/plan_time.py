@@ -160,7 +160,7 @@ def timed_steps(config: TrainConfig) -> list[float]:
 def predict(config: TrainConfig, speeds: Speeds) -> StepForecast:
     """Predict a step from the recipe and the lengths of its samples."""
     source = open_source(str(config.data.train[0].path), name="digits")
-    (index,) = build_indices([source], str(config.model.path), None)
+    (index,) = build_indices([source], str(config.model.path), {})
     lengths = length_table({"digits": index}, config.data.overlong_of_all)
     learning = learning_model(config.model, resolve_cost_model(str(config.model.path)))
     packs = plan_packs(config, learning, config.parallel.mesh_shape(1), "none", ("digits", lengths))

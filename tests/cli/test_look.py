@@ -161,6 +161,25 @@ def test_of_a_training_its_own_packs_are_shown(model, data, headway, tmp_path):
     assert shown == fed  # the packs of a step, whose gradients add up in any order
 
 
+def test_a_recipe_is_looked_at_and_planned_with_its_own_limit_of_images(model, data, headway, tmp_path):
+    from headway.cli.plan_data import lengths_of_data
+    from headway.cli.resolve import resolve_cost_model
+    from headway.config import load_config
+
+    path = tmp_path / "run.yaml"
+    raw = {
+        "model": {"path": str(model)},
+        "data": {"train": [{"path": str(data)}], "tokens_per_pack": 1000, "max_image_pixels": 64 * 32 - 1},
+        "optim": {"steps": 2, "lr": 1e-3},
+        "run": {"folder": str(tmp_path / "run"), "device": "cpu"},
+    }
+    path.write_text(yaml.safe_dump(raw))
+    bad = json.loads(headway("look", path, "-n", 1, "--json").out)["bad"]
+    assert ["64 x 32 pixels" in reason for reason in bad] == [True, False], bad  # the other has no answer
+    _, table = lengths_of_data(load_config(path), resolve_cost_model(str(model)))
+    assert len(table.tokens) == 3
+
+
 def test_samples_behind_the_last_one_are_refused(headway, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
     result = headway("look", tmp_path / "a.jsonl", "--model", "m", "--start", 3)

@@ -89,7 +89,7 @@ def evaluate(
         loaded = open_model(location, dtype=precision.params, device=where, for_generation=False, chats=chats)
     chunk = config.speed.loss_chunk if config is not None else SpeedConfig().loss_chunk
     with_loss = model_with_loss(loaded.model, chunk=chunk)
-    limits = {} if config is None else config.data.model_dump(include={"max_image_pixels", "max_characters"})
+    limits = {} if config is None else config.data.limits
     encoder = make_encoder(loaded.processor, loaded.model, **limits)
     budget = _budget(packing_length, config, encoder, samples)
     geometry = vision_geometry(loaded.model)

@@ -14,6 +14,7 @@ from headway.cli.options import (
     MediaOption,
     column_names,
     media_bounds,
+    text_limit,
 )
 from headway.cli.output import needs_extra, print_result, warn
 from headway.count.modalities import MODALITIES
@@ -24,7 +25,7 @@ from headway.report.secrets import hide_secrets
 from headway.stores import refuse
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from headway.data.bad_rows import BadSamples
     from headway.data.index import LengthIndex
@@ -107,7 +108,7 @@ def index(
     sources = [open_source(path, name=name, **options) for path, name in zip(data, names, strict=True)]
     measuring: dict[str, Any] = {"cache": cache, "workers": workers, "refresh": refresh}
     settings = ProcessorSettings(ChatSettings.of(chat_template), media_bounds(media))
-    index_ = build_indices(sources, model, max_characters, policy, settings=settings, **measuring)
+    index_ = build_indices(sources, model, text_limit(max_characters), policy, settings=settings, **measuring)
     indices = dict(zip(data, index_, strict=True))
     print_result(
         lambda: {"model": model, "indices": [_record(path, index_) for path, index_ in indices.items()]},
@@ -119,7 +120,7 @@ def index(
 def build_indices(
     sources: "Sequence[Source]",
     model: str,
-    max_characters: int | None,
+    limits: "Mapping[str, int]",
     policy: "BadSamples | None" = None,
     *,
     settings: "ProcessorSettings | None" = None,
@@ -132,7 +133,7 @@ def build_indices(
     Args:
         sources: the datasets.
         model: whose tokenizer and processor measure.
-        max_characters: longest text [characters]; the default when None.
+        limits: `max_image_pixels` and `max_characters`, as `open_encoder` takes them; the defaults without.
         policy: what a row that cannot be used does, one for all of them; it is left out when None.
         settings: changes of the model's processor; it is as the folder says when None.
         cache: folder of all indices; `index` in Headway's cache if None.
@@ -153,7 +154,7 @@ def build_indices(
             warn(note)
     policy = policy or BadSamples("skip", limit=None, fraction=None)
     settings = settings or ProcessorSettings()
-    measuring = KnownEncoder(path, {"max_characters": max_characters, "settings": settings}, cache)
+    measuring = KnownEncoder(path, {**limits, "settings": settings}, cache)
     counts, indices = SampleCounts(), []
     if measuring.fingerprint is not None and not refresh:
         stored = [stored_index(source, measuring.fingerprint, cache) for source in sources]
@@ -166,10 +167,9 @@ def build_indices(
     with needs_extra("indexing"):
         from headway.data.encoders import open_encoder
         from headway.data.index import build_index
-        from headway.data.media.placeholders import MAX_CHARACTERS
 
     with working(f"opening the processor of {model}"):
-        encoder = open_encoder(path, max_characters=max_characters or MAX_CHARACTERS, settings=settings)
+        encoder = open_encoder(path, **limits, settings=settings)
     measuring.remember(encoder.fingerprint())
     chosen: dict[str, Any] = {"cache": cache, "workers": workers, "refresh": refresh}
     indices = []

@@ -89,7 +89,7 @@ def init(
 
     # Lengths of the data by the model's own tokenizer and processor.
     processing = ProcessorSettings(ChatSettings.of(chat_template))
-    indices = build_indices(sources, path, None, settings=processing)
+    indices = build_indices(sources, path, {}, settings=processing)
     from headway.config.model import ModelConfig
 
     learns = ModelConfig(path=path)
@@ -97,7 +97,7 @@ def init(
     if any(index.bad for index in indices) and (added := _added_tokens(path, processing)):
         learns = ModelConfig.model_validate({"path": path, **added})
         processing = _with_tokens(processing, learns)
-        indices = build_indices(sources, path, None, settings=processing)
+        indices = build_indices(sources, path, {}, settings=processing)
     from headway.predict.suggest import suggest
 
     with working("planning a run"):

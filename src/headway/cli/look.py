@@ -131,7 +131,7 @@ def look(
         settings = ProcessorSettings(ChatSettings.of(chat_template), options.media_bounds(media))
         chosen: dict[str, Any] = {"ranks": ranks or 1, "overlong": overlong or "drop", "seed": seed or 0}
         chosen |= {"packing_length": packing_length, "settings": settings, "columns": options.column_names(column)}
-        shown = _of_data(data, model or "", rows, num_packs, max_characters, **chosen)
+        shown = _of_data(data, model or "", rows, num_packs, options.text_limit(max_characters), **chosen)
     # A page, JSON, or paragraphs for a terminal.
     if html is not None:
         from headway.pages.samples import samples_page
@@ -165,7 +165,7 @@ def _of_data(
     model: str,
     rows: range,
     num_packs: int,
-    max_characters: int | None,
+    limits: "Mapping[str, int]",
     *,
     packing_length: int | None,
     settings: "ProcessorSettings",
@@ -184,19 +184,18 @@ def _of_data(
     from headway.data import Budget
     from headway.data.encoders import open_encoder
     from headway.data.look import DataView
-    from headway.data.media.placeholders import MAX_CHARACTERS
     from headway.packing.order import Order
     from headway.packing.plan import Plan
 
     _require(rows, sources)
     with working(f"opening the processor of {model}"):
-        encoder = open_encoder(model, max_characters=max_characters or MAX_CHARACTERS, settings=settings)
+        encoder = open_encoder(model, **limits, settings=settings)
     if packing_length is None:
         for note in (note for source in sources for note in source.notes()):
             warn(note)
         samples = [sample for source in sources for sample in _samples(source, rows, encoder)]
         return DataView(model, samples, (), (), None, {})
-    indices = _indices(sources, model, max_characters, settings)
+    indices = _indices(sources, model, limits, settings)
     budget = Budget(packing_length)
     items, counts = Items.build(indices, budget, policy, resolve_cost_model(model), skips_unlabelled=True)
     plan = Plan(items, Order.epochs(items.sizes, 1, seed=seed), budget, ranks, seed=seed) if len(items) else None
@@ -225,7 +224,7 @@ def _of_config(config: "TrainConfig", rows: range, num_packs: int, ranks: int) -
     encoder = encoder_of_run(config, shell)
     prepare_encoder(config, shell, costs, encoder)
     settings = ProcessorSettings.of(**config.of_processor())
-    indices = _indices(sources, config.model.path, data.max_characters, settings)
+    indices = _indices(sources, config.model.path, data.limits, settings)
     if encoder.shares_prompts:
         costs = costs.with_splits()
         indices = {name: index.with_prompts_once() for name, index in indices.items()}
@@ -270,11 +269,11 @@ def _samples(
 
 
 def _indices(
-    sources: "Sequence[Source]", model: str, max_characters: int | None, settings: "ProcessorSettings | None" = None
+    sources: "Sequence[Source]", model: str, limits: "Mapping[str, int]", settings: "ProcessorSettings"
 ) -> "Mapping[str, LengthIndex]":
     if len({source.name for source in sources}) < len(sources):
         raise UsageError(f"Two datasets have one name: {', '.join(source.name for source in sources)}. Rename a file.")
-    indices = build_indices(sources, model, max_characters, settings=settings)
+    indices = build_indices(sources, model, limits, settings=settings)
     return {source.name: index for source, index in zip(sources, indices, strict=True)}
 
 

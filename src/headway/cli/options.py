@@ -234,6 +234,12 @@ MaxCharactersOption = Annotated[
     ),
 ]
 
+
+def text_limit(max_characters: int | None) -> dict[str, int]:
+    """The limit of an encoder that --max-characters sets; nothing without the option."""
+    return {} if max_characters is None else {"max_characters": max_characters}
+
+
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 
 DeviceOption = Annotated[

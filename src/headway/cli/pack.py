@@ -194,7 +194,7 @@ def _lengths(
     names = zip(data, own_names(data), strict=True)
     sources = [open_source(path, name=name, columns=columns) for path, name in names]
     settings = ProcessorSettings(sizes=options.media_bounds(media))
-    indices = build_indices(sources, model, max_characters, settings=settings)
+    indices = build_indices(sources, model, options.text_limit(max_characters), settings=settings)
     return {source.name: index for source, index in zip(sources, indices, strict=True)}
 
 

@@ -162,8 +162,8 @@ def measured_data(data: list[str], config: "TrainConfig", cost_model: "CostModel
         overlong[name] = (None if part is None else part.overlong) or config.data.overlong
     indices, lengths = _indexed(sources, names, overlong, config, cost_model)
     # Lengths decide packs and memory; the time of making packs comes from encoding a few rows.
-    settings, most = ProcessorSettings.of(**config.of_processor()), config.data.max_characters
-    encoder = open_encoder(located(config.model.path), max_characters=most, settings=settings)
+    settings = ProcessorSettings.of(**config.of_processor())
+    encoder = open_encoder(located(config.model.path), **config.data.limits, settings=settings)
     return MeasuredData(", ".join(source.name for source in sources), lengths, making_s(sources, indices, encoder))
 
 
@@ -204,7 +204,7 @@ def _indexed(
     from headway.data.processor_settings import ProcessorSettings
 
     settings = ProcessorSettings.of(**config.of_processor())
-    indices = build_indices(sources, config.model.path, config.data.max_characters, settings=settings)
+    indices = build_indices(sources, config.model.path, config.data.limits, settings=settings)
     section = config.objective_section
     if section is not None and section.shares_prompts and not cost_model.mixed_otherwise:
         indices = [index.with_prompts_once() for index in indices]

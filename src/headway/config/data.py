@@ -296,6 +296,11 @@ class DataConfig(MediaConfig, SourcesConfig):
         return cache_encoded
 
     @property
+    def limits(self) -> dict[str, Any]:
+        """Limits of a sample, by which an encoder refuses larger ones."""
+        return {"max_image_pixels": self.max_image_pixels, "max_characters": self.max_characters}
+
+    @property
     def played(self) -> tuple[StageConfig, ...]:
         """The stages of the training data, one after the other; what `train` lists is one."""
         if self.stages or len(self.train) == 1:

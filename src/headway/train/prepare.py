@@ -472,8 +472,7 @@ def encoder_of_run(config: TrainConfig, model: PreTrainedModel, checkpoint: Chec
     return make_encoder(
         processor,
         model,
-        max_image_pixels=config.data.max_image_pixels,
-        max_characters=config.data.max_characters,
+        **config.data.limits,
         family=family_settings(config.model.family, model.config),
     )
 

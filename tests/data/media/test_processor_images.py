@@ -282,7 +282,7 @@ def test_a_size_is_measured_once_and_without_interpolation(encoder_of, chats, mo
 def test_an_index_is_the_one_that_training_measures(tmp_path, chats):
     folder = write_vlm(tmp_path / "model", "llava")
     source = open_source(tmp_path / "chats.jsonl")
-    (index,) = build_indices([source], str(folder), None, BadSamples("error"), cache=tmp_path / "cache", workers=0)
+    (index,) = build_indices([source], str(folder), {}, BadSamples("error"), cache=tmp_path / "cache", workers=0)
     encoder = Encoder(load_processor(folder), patch_size=patch_size_of(load_model_config(folder)))
     assert index.tokens.tolist() == [encoder.encode(sample).tokens for sample in chats.values()]
     assert index.patches.tolist() == [16, 48, 32, 0]
