@@ -7,6 +7,7 @@ from headway.config import OptimConfig
 from headway.count import Workload
 from headway.count.activations import SavedActivations, SavedBlock
 from headway.errors import ConfigError
+from headway.meter.phases import update_of
 from headway.models.load import load_model
 from headway.optim import freeze, learning_rate, make_optimizer, parameter_groups, set_learning_rate
 from headway.predict.memory import plan_memory
@@ -141,6 +142,13 @@ def test_what_is_planned_to_be_kept_of_each_parameter_is_kept(kind):
     rules = by_name(model, "rule", optimizer.param_groups)
     assert all(model.get_parameter(name).ndim >= 2 for name, rule in rules.items() if rule == "muon")
     assert not any("bias" in name or "norm" in name for name, rule in rules.items() if rule == "muon")
+
+
+@pytest.mark.parametrize(("name", "mode"), [("adamw", "fused"), ("muon", "foreach")])
+def test_a_record_of_a_step_says_how_the_engine_updates(model, cost_model, name, mode):
+    """A run of `headway train` was told that its optimizer goes through tensors in Python."""
+    update = update_of(make_optimizer(model, optim_config(name=name), cost_model))
+    assert (update["mode"], update["num_tensors"]) == (mode, len([*model.parameters()]))
 
 
 def test_muons_matrices_have_a_peak_of_their_own(model, cost_model):

@@ -363,13 +363,15 @@ def _with_gradient(results: Any, depth: int = 0) -> list[Any]:
 
 
 def update_of(optimizer: Any) -> dict[str, Any]:
-    """Say how an optimizer of torch updates: all tensors in one kernel, in lists, or one after the other.
+    """Say how an optimizer updates: all tensors in one kernel, in lists, or one after the other, if it can be known.
 
     Source: torch.optim.optimizer._default_to_fused_or_foreach (PyTorch 2.11): without a choice lists are for devices.
     """
     groups = optimizer.param_groups
     tensors = [tensor for group in groups for tensor in group["params"]]
     update: dict[str, Any] = {"name": type(optimizer).__name__, "num_tensors": len(tensors)}
+    if isinstance(mode := getattr(optimizer, "mode", None), str):
+        return {**update, "mode": mode}
     if not tensors or not any(name in groups[0] for name in ("fused", "foreach")):
         return update
     foreach = groups[0].get("foreach")

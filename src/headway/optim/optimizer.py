@@ -56,6 +56,11 @@ class Optimizer(torch.optim.Optimizer):
             for place, parameter in enumerate(p for group in self.param_groups for p in group["params"])
         }
 
+    @property
+    def mode(self) -> str:
+        """Kind of update, as the records of steps name it: one kernel for AdamW, stacks of like matrices for Muon."""
+        return "fused" if all(group["rule"] == "adamw" for group in self.param_groups) else "foreach"
+
     def choose_update(self, ranks: Ranks) -> None:
         """Let AdamW update what is not held in float32 in one pass, if the kernel for it runs on all processes.
 
