@@ -220,16 +220,18 @@ class PhaseTimer:
             self.end("exchange", mark)
         if self._lasts or self._is_away:
             return
-        # data after an update is the next step's, other data a further batch
-        usual = "after" if self._border in ("after", "optimizer") else "input"
-        self._close_gap(_GAP_BEFORE.get(phase, usual), mark)
+        if self._is_sampled or self.looks:
+            # data after an update is the next step's, other data a further batch
+            usual = "after" if self._border in ("after", "optimizer") else "input"
+            self._close_gap(_GAP_BEFORE.get(phase, usual), mark)
         self._border, self._lasts = phase, True
 
     def end(self, phase: str, mark: Mark | None = None) -> None:
         """Note that a phase ends, if it is the one that lasts."""
         if not self._lasts or self._border != phase or self._is_away:
             return
-        self._note(phase, mark)
+        if self._is_sampled:
+            self._note(phase, mark)
         self._lasts = False
 
     def leave(self, mark: Mark) -> None:
