@@ -170,8 +170,8 @@ def both(script, folder, count=1):
     metered = run_processes(command, count, cwd=folder, env=ENVIRONMENT)
     assert [part.stdout for part in metered] == [part.stdout for part in plain]
     assert plain[0].stdout
-    records = [r for r in read_records(folder / "run" / "metrics.jsonl") if r["kind"] == "step"]
-    return metered, records
+    path = folder / "run" / "metrics.jsonl"
+    return metered, [r for r in read_records(path) if r["kind"] == "step"] if path.exists() else []
 
 
 @pytest.mark.parametrize("what", SCRIPTS)
@@ -219,6 +219,63 @@ for step in range(5):
     assert metered.stderr.count("Warning") == 1
     assert "torch.func" in metered.stderr
     assert {record["flops"]["total"] for record in records} == {0}
+
+
+ODD = {
+    # the class's method, the call, words of a warning, warnings, records
+    "parameters that cannot be listed": ("def parameters(self): raise ValueError('none')", "{}(x)", "none", 1, 0),
+    "parts that cannot be listed": ("def modules(self): raise ValueError('none')", "{}(x)", "none", 1, 0),
+    "no hash": ("def __hash__(self): raise ValueError('none')", "{}(x)", "none", 1, 0),
+    "complex weights": ("", "{}(x).abs()", "complex64", 2, 3),
+    "a scripted model": ("", "torch.jit.script({})(x)", "ScriptModules", 1, 0),
+    "odd arguments": ("def forward(self, x): return super().forward(x.x)", "{}(Odd(x))", "requires_grad", 1, 3),
+    "odd results": ("def forward(self, x): return Odd(super().forward(x))", "{}(x).x", "The phases of", 2, 3),
+    "an iterator": ("def forward(self, x): return iter([super().forward(x)])", "next({}(x))", "list_iterator", 1, 3),
+    "no rows": ("", "{}(x[:0])", "", 0, 3),
+    "sparse rows": ("def forward(self, x): return torch.sparse.mm(x, self.weight)", "{}(x.to_sparse())", "_mm", 1, 3),
+    "a thread": ("", "threaded({}, x)", "", 0, 3),
+    "a failure": ("", "failing({}, x)", "", 0, 3),
+}
+
+
+@pytest.mark.parametrize("what", ODD)
+def test_no_hook_ends_a_script_with_odd_modules_and_arguments(what, tmp_path):
+    method, call, warning, num_warnings, num_records = ODD[what]
+    dtype = "torch.complex64" if "complex" in what else "torch.float32"
+    script = f"""
+import concurrent.futures, contextlib, warnings
+warnings.filterwarnings("error", category=RuntimeWarning)
+
+class Odd:
+    def __init__(self, x): self.x = x
+    def __getattr__(self, name): raise ValueError(name)
+    __len__ = __bool__ = __hash__ = __repr__ = __iter__ = lambda self: 1 / 0
+    __eq__ = lambda self, other: 1 / 0
+
+class OddNet(nn.Linear):
+    {method or "pass"}
+
+def threaded(net, x):
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        return pool.submit(net, x).result()
+
+def failing(net, x):
+    with contextlib.suppress(RuntimeError):
+        net(x[:, :3])
+    return net(x)
+
+net = OddNet(4, 4, dtype={dtype})
+optimizer = torch.optim.SGD([net.weight, net.bias], lr=0.1)
+for step in range(5):
+    x = torch.randn(4, 4, dtype={dtype})
+    loss = {call.format("net")}.sum()
+    print(loss.item().hex())
+    update(loss, optimizer)
+"""
+    (metered,), records = both(script, tmp_path)
+    assert warning in metered.stderr
+    assert metered.stderr.count(f"{LINE}Warning: ") == num_warnings
+    assert len(records) == num_records
 
 
 @pytest.mark.dist

@@ -272,7 +272,7 @@ def test_the_host_is_ahead_of_a_device_by_what_is_in_its_queue():
     device = Device()
     with device.stands_in():
         model = Model(device, forward_s=0.5, backward_s=0.5)
-        forwards = ForwardTimer(model, device.mark)
+        forwards = ForwardTimer(model, device.mark, pytest.fail)
         timer = PhaseTimer(forwards, device.mark, ErrorBoundary(), has_queue=True)
         leads = []
         timer.next_step(1, device.mark(), 1.0)

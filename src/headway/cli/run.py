@@ -155,9 +155,11 @@ class Program(BaseException):
 
     def _tell_result(self) -> None:
         with suppress(Exception):  # standard error may be closed
-            line = "" if self._watch is None else self._watch.line
+            line, reason = "", ", as no optimizer of torch took a third step"
+            if self._watch is not None:
+                line, reason = self._watch.line, "" if self._watch.has_failed else reason
             if os.getpid() == self._pid and os.environ.get("RANK", "0") == "0":
-                _tell(line or "nothing was metered, as no optimizer of torch took a third step.")
+                _tell(line or f"nothing was metered{reason}.")
 
 
 class _AfterTorch(MetaPathFinder):

@@ -33,6 +33,7 @@ from headway.meter import Goodput, Meter, Window
 from headway.meter.batch_share import rank_and_size
 from headway.meter.environment import device_of, peak_of
 from headway.meter.goodput_report import FILE_NAME
+from headway.meter.hooks import guarded
 from headway.meter.profile import ProfiledSteps
 from headway.report import format_rate, format_rounded, format_share
 from headway.version import __version__
@@ -55,15 +56,19 @@ class Call(NamedTuple):
 
 
 class Calls:
-    """Notes the modules that a script calls itself, and not within another's call, by torch's hooks on all of them."""
+    """Notes the modules that a script calls itself, and not within another's call, by torch's hooks on all of them.
 
-    def __init__(self) -> None:
+    Args:
+        on_error: is told of an error of a hook.
+    """
+
+    def __init__(self, on_error: Callable[[Exception], None]) -> None:
         self._of_thread = threading.local()
         self._by_id: dict[int, Call] = {}
         self._autocast: dict[int, torch.dtype] = {}
         self._handles = [
-            torch_modules.register_module_forward_pre_hook(self._begin),
-            torch_modules.register_module_forward_hook(self._end, always_call=True),
+            torch_modules.register_module_forward_pre_hook(guarded(self._begin, on_error)),
+            torch_modules.register_module_forward_hook(guarded(self._end, on_error), always_call=True),
         ]
         # torch.compile warns of hooks on all modules, and these leave compiled code alone
         self._has_hooks = torch_modules._has_any_global_hook
@@ -217,7 +222,7 @@ class ScriptWatch:
         self._run: Window | None = None
         self._clock: weakref.ref[Optimizer] | None = None  # optimizer whose steps are the run's
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._is_over = False
+        self._is_over = self.has_failed = False
         # the search for models, as long as it lasts: calls and optimizers since a first optimizer stepped
         self._calls: Calls | None = None
         self._first: weakref.ref[Optimizer] | None = None
@@ -226,7 +231,8 @@ class ScriptWatch:
         self._handle: Any = None
         self._listen()
         # Attributes of an iterator that it reads as it is asked for a batch, and writes once it has one.
-        waits, arrived = partial(self._hear, ScriptMeter.hear_of_wait), partial(self._hear, ScriptMeter.got_data)
+        hear = guarded(self._hear, self._stop)
+        waits, arrived = partial(hear, ScriptMeter.hear_of_wait), partial(hear, ScriptMeter.got_data)
         self._iterator: Any = _BaseDataLoaderIter
         self._iterator._profile_name = _NotedAttribute("_profile_name", on_read=waits)  # type: ignore[assignment]
         self._iterator._num_yielded = _NotedAttribute("_num_yielded", on_write=arrived)  # type: ignore[assignment]
@@ -236,26 +242,17 @@ class ScriptWatch:
         """Hear of optimizer steps, behind all who do so already."""
         if self._handle is not None:
             self._handle.remove()
-        self._handle = register_optimizer_step_post_hook(self._stepped)
+        self._handle = register_optimizer_step_post_hook(guarded(self._stepped, self._stop))
 
     def _hear(self, event: Callable[[ScriptMeter], None]) -> None:
-        if self._meter is None or threading.get_ident() != self._thread:
-            return
-        try:
+        if self._meter is not None and threading.get_ident() == self._thread:
             event(self._meter)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the data are the script's
-            self._stop(error)
 
     def _stepped(self, optimizer: Optimizer, _args: Any, _options: Any) -> None:
-        if self._is_over:
-            return
-        try:
-            if self._clock is None and self._calls is None:
-                self._thread = threading.get_ident()
-            if threading.get_ident() == self._thread:
-                self._take(optimizer)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the step is the script's
-            self._stop(error)
+        if self._clock is None and self._calls is None:
+            self._thread = threading.get_ident()
+        if threading.get_ident() == self._thread and not self._is_over:
+            self._take(optimizer)
 
     def _take(self, optimizer: Optimizer) -> None:
         """End a step, or go on with the search for what it trains."""
@@ -271,7 +268,8 @@ class ScriptWatch:
                 calls, self._calls = self._calls.close(), None
                 self._meter_some_of(calls)
         elif optimizer not in self._known and self._num_searches < _MOST_SEARCHES:
-            self._calls, self._first, self._seen = Calls(), weakref.ref(optimizer), weakref.WeakSet([optimizer])
+            self._first, self._seen = weakref.ref(optimizer), weakref.WeakSet([optimizer])
+            self._calls = Calls(self._stop)
             self._num_steps = 0 if self._meter is None else self._meter.num_steps
 
     def _end_step(self, meter: ScriptMeter) -> None:
@@ -322,7 +320,7 @@ class ScriptWatch:
             )
         for text in texts:
             self.report(f"Warning: {text}")
-        meter.on_failure = self._warn_of_failure
+        meter.on_failure, meter.boundary.warn = self._warn_of_failure, lambda text: self.report(f"Warning: {text}")
         if self._profiles and self._profile is None:
             steps = range(_PROFILED.start + meter.steps_before, _PROFILED.stop + meter.steps_before)
             self._profile = ProfiledSteps(meter, self.folder / "profile", steps=steps, report=self.report)
@@ -343,6 +341,7 @@ class ScriptWatch:
 
     def _stop(self, error: Exception) -> None:
         """Warn of an error, and meter no more."""
+        self.has_failed = True
         self._warn_of_failure(error)
         with suppress(Exception):
             self.close(is_whole=False)

@@ -1,7 +1,11 @@
 """The boundary between a loop and its observers: an error of an observer never becomes an error of the loop."""
 
 import warnings
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 class ErrorBoundary:
@@ -12,6 +16,7 @@ class ErrorBoundary:
 
     Attributes:
         lost: what has failed, each with its first error.
+        warn: shows a warning; Python's own may be an error, which a loop that others wrote must not hear of.
 
     >>> boundary = ErrorBoundary()
     >>> with warnings.catch_warnings(action="ignore"), boundary.guard("the power of this device"):
@@ -22,6 +27,7 @@ class ErrorBoundary:
 
     def __init__(self) -> None:
         self.lost: dict[str, str] = {}
+        self.warn: Callable[[str], None] = partial(warnings.warn, category=RuntimeWarning, stacklevel=2)
 
     def guard(self, what: str, consequence: str = "Training goes on without.") -> "_Guard":
         """Run a block; an error in it is a warning that names the loss, the first time.
@@ -30,24 +36,24 @@ class ErrorBoundary:
             what: is lost if the block fails, as a sentence begins with it.
             consequence: that follows, a sentence.
         """
-        return _Guard(self.lost, what, consequence)
+        return _Guard(self, what, consequence)
 
 
 class _Guard:
     """A block that may fail: a class, which costs a third of a generator."""
 
-    __slots__ = ("_consequence", "_lost", "_what")
+    __slots__ = ("_boundary", "_consequence", "_what")
 
-    def __init__(self, lost: dict[str, str], what: str, consequence: str) -> None:
-        self._lost, self._what, self._consequence = lost, what, consequence
+    def __init__(self, boundary: ErrorBoundary, what: str, consequence: str) -> None:
+        self._boundary, self._what, self._consequence = boundary, what, consequence
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _trace: Any) -> bool:
         if not isinstance(error, Exception):
             return False
-        if self._what not in self._lost:
-            self._lost[self._what] = f"{type(error).__name__}: {error}"
-            text = f"{self._what}: {self._lost[self._what]}. {self._consequence}"
-            warnings.warn(text, RuntimeWarning, stacklevel=2)
+        lost = self._boundary.lost
+        if self._what not in lost:
+            lost[self._what] = f"{type(error).__name__}: {error}"
+            self._boundary.warn(f"{self._what}: {lost[self._what]}. {self._consequence}")
         return True

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from headway.meter.hooks import hook
+from headway.meter.hooks import guarded, hook
 
 if TYPE_CHECKING:
     from torch import nn
@@ -129,12 +129,12 @@ class ForwardTimer:
         on_scoring: called with True and False where a forward without gradients begins and ends.
     """
 
-    def __init__(self, model: "nn.Module", mark: Callable[[], Mark]) -> None:
+    def __init__(self, model: "nn.Module", mark: Callable[[], Mark], on_error: Callable[[Exception], None]) -> None:
         from headway.tracing.unwrap import unwrapped
 
         self._model = weakref.ref(model)  # the timer, found by its model, must not keep it alive
         self._inner = weakref.ref(unwrapped(model))
-        self._mark = mark
+        self._mark, self._on_error = mark, on_error
         self._begin: Mark | None = None
         self._is_scoring = False
         self._waits: list[Span] = []
@@ -171,10 +171,8 @@ class ForwardTimer:
         self.is_paused = False
         model = self._model()
         if model is not None and not self._handles and _timers.get(model) is self:
-            self._handles = [
-                hook(model, "forward_pre", _forward_begins),
-                hook(model, "forward", _forward_ends, always_call=True),
-            ]
+            begins, ends = (guarded(function, self._on_error) for function in (_forward_begins, _forward_ends))
+            self._handles = [hook(model, "forward_pre", begins), hook(model, "forward", ends, always_call=True)]
 
     def close(self) -> None:
         """Leave the model as it was."""

@@ -56,7 +56,7 @@ def peak_of(model: Any, device: Any, dtype: Any = None) -> Peak:
 
     if isinstance(model, CostModel):
         raise UsageError("a cost model does not say on what device it runs: pass peak=headway.peak_for(device, dtype).")
-    dtype = dtype or next(p.dtype for p in model.parameters() if p.is_floating_point())
+    dtype = dtype or max(model.parameters(), key=lambda parameter: parameter.is_floating_point()).dtype
     try:
         return peak_for(device, dtype)
     except UnknownDeviceError as error:

@@ -156,6 +156,18 @@ def hook(module: "nn.Module", kind: str, function: Callable[..., None], **option
     return handle
 
 
+def guarded(function: Callable[..., None], on_error: Callable[[Exception], None]) -> Callable[..., None]:
+    """Return a hook that gives its errors to `on_error`, since what calls it is the loop's."""
+
+    def call(*args: Any) -> None:
+        try:
+            function(*args)
+        except Exception as error:  # noqa: BLE001 - whatever it is, an observer ends no loop
+            on_error(error)
+
+    return call
+
+
 # A hook finds its watch here by a number of its own, so that a model that is watched can be copied and pickled, and the
 # copy is not counted.
 _numbers = itertools.count()

@@ -215,7 +215,7 @@ class Meter(StepMeter):
         )
         # forwards are timed where there is a module, and steps wait here until the device has passed them
         if not isinstance(model, CostModel):
-            self._forwards = ForwardTimer(model, self._mark)
+            self._forwards = ForwardTimer(model, self._mark, self.stop_counting)
             has_queue = self.device is not None and self.device.type == "cuda"
             if phases:
                 self._phases = PhaseTimer(self._forwards, self._mark, self.boundary, has_queue=has_queue)

@@ -23,7 +23,7 @@ from headway.count import CostModel, Workload
 from headway.errors import UsageError, WorkloadError
 from headway.meter.batches import input_gradients_of, read_or_copy, refuse_cached_keys
 from headway.meter.environment import in_components_of
-from headway.meter.hooks import CallStack, ModuleHooks, arguments_by_name, is_compiled, outermost
+from headway.meter.hooks import CallStack, ModuleHooks, arguments_by_name, guarded, is_compiled, outermost
 from headway.meter.leaves import (
     Leaves,
     Reach,
@@ -474,14 +474,10 @@ class _Gradient:
         self._watch, self._forward, self.inputs, self.nodes = weakref.ref(watch), forward, inputs, nodes
 
     def __call__(self, _gradient: Any) -> None:
-        if (watch := self._watch()) is None:
-            return
-        try:
-            watch.backward_begins(self._forward, self)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the backward is the loop's
-            watch._meter.stop_counting(error)
+        if (watch := self._watch()) is not None:
+            guarded(watch.backward_begins, watch._meter.stop_counting)(self._forward, self)
 
 
 def _after_backward(watch: "weakref.ref[ForwardWatch]", task: int) -> None:
     if (owner := watch()) is not None:
-        owner.backward_ends(task)
+        guarded(owner.backward_ends, owner._meter.stop_counting)(task)
