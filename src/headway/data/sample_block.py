@@ -90,7 +90,7 @@ def entry_of(sample: EncodedSample, files: Sequence[FileState], encoding_s: floa
         "files": files,
         "encoding_s": encoding_s,
     }
-    # A reader spends its time on what is written, so nothing is written of what a sample has not.
+    # Empty facts are left out, because reading them takes time.
     written = json.dumps({name: fact for name, fact in facts.items() if fact}, separators=(",", ":"))
     head = _padded(written.encode(), b" ")
     body = [_padded(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()) for tensor in tensors]

@@ -56,7 +56,7 @@ class Call(NamedTuple):
 
 
 class Calls:
-    """Notes the modules that a script calls itself, and not within another's call, by torch's hooks on all of them.
+    """Notes the outermost modules that a script calls, by torch's hooks on all modules.
 
     Args:
         on_error: is told of an error of a hook.

@@ -4,7 +4,6 @@ import functools
 import operator
 import sys
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -75,8 +74,7 @@ class Leaves:
     def close(self) -> None:
         """Leave the parameters and torch as they were."""
         self._unhook()
-        if (reference := weakref.ref(self)) in _leaves:
-            _leaves.remove(reference)
+        _leaves.discard(self)
         _listen_to_parts()
 
     def _unhook(self) -> None:
@@ -111,7 +109,7 @@ class Leaves:
     @property
     def trained(self) -> int:
         """Bits of the parameters that require a gradient now."""
-        return self._number(tuple(map(_requires_grad, self._parameters)))
+        return self._number(tuple([parameter.requires_grad for parameter in self._parameters]))
 
     def _number(self, flags: tuple[bool, ...]) -> int:
         bits = self._bits.get(flags)
@@ -300,15 +298,6 @@ def _edges(tensors: Sequence[Any]) -> Any:
         return _together().apply(*tensors).grad_fn.next_functions
 
 
-def hook_gradient(tensor: Any, hook: Callable[[Any], None]) -> None:
-    """Hook the gradient of a result for good: without a handle that is half of the work of `register_hook`."""
-    if type(tensor) is torch.Tensor and tensor._backward_hooks is None:
-        tensor._backward_hooks = OrderedDict({"headway": hook})
-        tensor.grad_fn._register_hook_dict(tensor)  # type: ignore[union-attr]  # no leaf is a result with a node
-    else:
-        tensor.register_hook(hook)
-
-
 def will_run(node: Any) -> bool:
     """Say whether the backward that runs now computes the gradient of a node; to be asked within a backward."""
     try:
@@ -337,15 +326,14 @@ def _note_gradient(leaves: "Callable[[], Leaves | None]", bit: int, _gradient: A
         owner.arrived |= bit
 
 
-_requires_grad = operator.attrgetter("requires_grad")
-_leaves: "list[weakref.ref[Leaves]]" = []  # a set of these would take longer to go through than all else does
+_leaves: "weakref.WeakSet[Leaves]" = weakref.WeakSet()
 _handles: list[Any] = []
 
 
 def _listen_to_parts(leaves: Leaves | None = None) -> None:
     """Hear of each module and parameter that any module gets, as long as there are leaves."""
     if leaves is not None:
-        _leaves.append(weakref.ref(leaves, _leaves.remove))
+        _leaves.add(leaves)
     if _leaves and not _handles:
         _handles.append(torch_modules.register_module_module_registration_hook(_note_part))
         _handles.append(torch_modules.register_module_parameter_registration_hook(_note_part))
@@ -355,9 +343,8 @@ def _listen_to_parts(leaves: Leaves | None = None) -> None:
 
 def _note_part(module: nn.Module, _name: str, _part: Any) -> None:
     if not torch.compiler.is_compiling():
-        for reference in (*_leaves,):
-            if (leaves := reference()) is not None:
-                leaves.note_part(module)
+        for leaves in tuple(_leaves):
+            leaves.note_part(module)
 
 
 def _values_in(results: Any) -> Iterable[Any]:

@@ -220,18 +220,16 @@ class PhaseTimer:
             self.end("exchange", mark)
         if self._lasts or self._is_away:
             return
-        if self._is_sampled or self.looks:
-            # data after an update is the next step's, other data a further batch
-            usual = "after" if self._border in ("after", "optimizer") else "input"
-            self._close_gap(_GAP_BEFORE.get(phase, usual), mark)
+        # data after an update is the next step's, other data a further batch
+        usual = "after" if self._border in ("after", "optimizer") else "input"
+        self._close_gap(_GAP_BEFORE.get(phase, usual), mark)
         self._border, self._lasts = phase, True
 
     def end(self, phase: str, mark: Mark | None = None) -> None:
         """Note that a phase ends, if it is the one that lasts."""
         if not self._lasts or self._border != phase or self._is_away:
             return
-        if self._is_sampled:
-            self._note(phase, mark)
+        self._note(phase, mark)
         self._lasts = False
 
     def leave(self, mark: Mark) -> None:
@@ -372,7 +370,7 @@ def update_of(optimizer: Any) -> dict[str, Any]:
     groups = optimizer.param_groups
     tensors = [tensor for group in groups for tensor in group["params"]]
     update: dict[str, Any] = {"name": type(optimizer).__name__, "num_tensors": len(tensors)}
-    if isinstance(mode := getattr(optimizer, "mode", None), str):
+    if (mode := getattr(optimizer, "update_mode", None)) is not None:  # Headway's own
         return {**update, "mode": mode}
     if not tensors or not any(name in groups[0] for name in ("fused", "foreach")):
         return update

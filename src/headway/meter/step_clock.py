@@ -152,10 +152,8 @@ class StepClock:
         """Note that the loop waits for data from now on, until `got_data`; `batches` does so by itself."""
         if not self.has_started:
             self.start()
-        if self._left_s is not None:
-            self.back()
-        if self._waits_since is not None:
-            self.got_data()
+        self.back()
+        self.got_data()
         self._waits_since = self._mark()
         if self._phases is not None:
             self._phases.begin("data", self._waits_since)
@@ -340,10 +338,8 @@ class StepClock:
                 self.back()
 
     def _end_step(self, num_steps: int) -> StepTime:
-        if self._waits_since is not None:
-            self.got_data()
-        if self._left_s is not None:
-            self.back()
+        self.got_data()
+        self.back()
         end = self._mark()  # a clock that has stepped back, as some virtual machines' do, makes a step of no time
         last_s = end.host_s - self._last.host_s
         time = StepTime(

@@ -24,16 +24,7 @@ from headway.errors import UsageError, WorkloadError
 from headway.meter.batches import input_gradients_of, read_or_copy, refuse_cached_keys
 from headway.meter.environment import in_components_of
 from headway.meter.hooks import CallStack, ModuleHooks, arguments_by_name, guarded, is_compiled, outermost
-from headway.meter.leaves import (
-    Leaves,
-    Reach,
-    WatchedForward,
-    hook_gradient,
-    node_of,
-    tensors_at_top,
-    tensors_in,
-    will_run,
-)
+from headway.meter.leaves import Leaves, Reach, WatchedForward, node_of, tensors_at_top, tensors_in, will_run
 from headway.tracing.shapes import ShapeTraces, shape_key, without_data
 from headway.tracing.unwrap import unwrapped
 
@@ -292,7 +283,7 @@ class ForwardWatch:
 
     def _read(self, forward: WatchedForward, arguments: Any) -> bool:
         """Read the work of a forward off its arguments; False where the loop counts a generation as a whole."""
-        if not forward.has_gradients and self._is_generating(forward, arguments):
+        if self._is_generating(forward, arguments):
             return False
         ledger = self._ledger
         if self._workload is not None:
@@ -318,8 +309,8 @@ class ForwardWatch:
         return True
 
     def _is_generating(self, forward: WatchedForward, arguments: Any) -> bool:
-        """Say whether a forward without gradients fills or reads a cache, as one step of generation does."""
-        if self._phase is not None or not isinstance(arguments, Mapping):
+        """Say whether a forward fills or reads a cache, as one step of generation does."""
+        if self._phase is not None or forward.has_gradients or not isinstance(arguments, Mapping):
             return False
         if arguments.get("past_key_values") is None:
             return False
@@ -339,9 +330,8 @@ class ForwardWatch:
         plan: Any = forward.plan
         inputs = {name: node_of(value) for name, value in asking.items()} if asking else asking
         # A cache of keys and values holds two tensors a layer, through which few backwards come first.
-        is_tensor = isinstance(results, torch.Tensor)
-        tensors = at_top = [results] if is_tensor else tensors_at_top(results)
-        if not is_tensor and (plan.varies or not plan.is_at_top):
+        tensors = at_top = [results] if isinstance(results, torch.Tensor) else tensors_at_top(results)
+        if tensors is not results and (plan.varies or not plan.is_at_top):
             tensors = [*dict.fromkeys([*at_top, *tensors_in(results)])]
         hooked = [place for place, tensor in enumerate(tensors) if tensor.grad_fn is not None]
         if inputs:  # a hook on an argument that is handed through would hold itself
@@ -356,7 +346,7 @@ class ForwardWatch:
             hook = _Gradient(self._owner or self, forward, inputs, nodes)
             hook.has_many = plan.is_at_top or len(tensors) > _FEW_RESULTS
             hook.result = 1 << place if place < len(at_top) or not hook.has_many else 0
-            hook_gradient(tensors[place], hook)
+            tensors[place].register_hook(hook)
 
     def _note_again(self, again: WatchedForward, results: Any) -> None:
         """Watch for the backward of a forward that ran without gradients first, as in a reentrant checkpoint."""
@@ -382,10 +372,8 @@ class ForwardWatch:
         plan.is_at_top = gradient.has_many and gradient.result > 0
         if leaves not in of_leaves:
             leaves.arrived = 0
-            if nodes is None:
-                of_leaves[leaves] = cast(int, plan.reached)
-            else:
-                of_leaves[leaves] = leaves.reached(leaves.outside(forward.trained, forward.dropped), nodes)
+            trained = leaves.outside(forward.trained, forward.dropped)
+            of_leaves[leaves] = cast(int, plan.reached) if nodes is None else leaves.reached(trained, nodes)
         forwards[forward] = of_leaves[leaves]
         if gradient.inputs:
             forward.answered |= {name for name, node in gradient.inputs.items() if will_run(node)}

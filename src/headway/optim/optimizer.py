@@ -57,7 +57,7 @@ class Optimizer(torch.optim.Optimizer):
         }
 
     @property
-    def mode(self) -> str:
+    def update_mode(self) -> str:
         """Kind of update, as the records of steps name it: one kernel for AdamW, stacks of like matrices for Muon."""
         return "fused" if all(group["rule"] == "adamw" for group in self.param_groups) else "foreach"
 

@@ -65,7 +65,7 @@ _KEEPS_BYTES = ("Split", "Digits", "ByteLevel")  # parts of a tokenizer that add
 
 @dataclass(frozen=True, slots=True)
 class _ByteLevel:
-    """A tokenizer whose tokens hold every byte of a text once, so that their lengths tell where each begins.
+    """Byte-level tokenizer: its tokens hold each byte of a text once, and their lengths tell the place of each token.
 
     It then need not note the words and places of tokens, which takes a third of its time.
 
@@ -127,7 +127,7 @@ class _ByteLevel:
         starts_S += self.spaces_V[ids_S]
         starts_S[:1] = 0
         if not text.isascii():
-            # A character is where its first byte is, also for tokens that begin with a later byte of it.
+            # A token that begins within a character has the place of that character.
             begins = (np.frombuffer(content, np.uint8) & 0xC0) != 0x80
             starts_S = np.append(np.cumsum(begins) - 1, len(text))[starts_S]
         return ids, starts_S
@@ -304,7 +304,7 @@ class Tokeniser:
         if not adds_special and self._byte_level is not None and (placed := self._byte_level.placed(text)):
             return placed
         out = self.tokenizer(text, **_IDS_ALONE, add_special_tokens=adds_special)
-        offsets = out[0].offsets  # a list of them in `out` would be one more
+        offsets = out[0].offsets  # read in place: `return_offsets_mapping` copies the list
         return out["input_ids"], np.fromiter((start for start, _ in offsets), np.int64, len(offsets))
 
     def _expand(
